@@ -1,0 +1,66 @@
+"""The exception tree of vtserve.
+
+::
+
+    VtserveError
+    ├── AllocationError             engine.memory.errors: a request to a memory resource failed
+    │   ├── OutOfMemoryError        the bytes are not there; the device is still usable
+    │   └── StickyDeviceError       the CUDA context is lost; only a new process goes on
+    ├── TraceFileError              engine.memory.errors: a flight recorder's file cannot be read
+    ├── ConfigurationError          a flag, variable or field has a value that cannot be used
+    ├── CheckpointError             a checkpoint's file or tensor is missing, damaged or contradicts itself
+    │   └── UnsupportedModelError   the checkpoint is sound, but this architecture or quantisation is not served
+    ├── RequestError                a request cannot be served as asked; only that request fails
+    └── EngineError
+        └── EngineDeadError         the engine stopped; nothing more can be asked of it
+
+Every message is one line that names the file, field or flag and what was expected.
+"""
+
+from __future__ import annotations
+
+from engine.memory.errors import VtserveError
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "EngineDeadError",
+    "EngineError",
+    "RequestError",
+    "UnsupportedModelError",
+    "VtserveError",
+]
+
+
+class ConfigurationError(VtserveError):
+    """A flag, environment variable or configuration field has a value that cannot be used."""
+
+
+class CheckpointError(VtserveError):
+    """A checkpoint's file or tensor is missing, damaged, or contradicts config.json."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is sound, but its architecture or quantisation is not served."""
+
+
+class RequestError(VtserveError):
+    """One request cannot be served as asked. The engine goes on.
+
+    Attributes
+    ----------
+    field : str
+        The request field that is at fault, in the spelling of `SamplingParams`, or ``"prompt"``.
+    """
+
+    def __init__(self, message: str, *, field: str = "prompt") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class EngineError(VtserveError):
+    """The engine could not do what was asked."""
+
+
+class EngineDeadError(EngineError):
+    """The engine stopped; nothing more can be asked of it."""
