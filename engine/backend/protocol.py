@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -56,7 +56,9 @@ class Tensor:
 
     def rows(self, count: int) -> Self:
         """The first `count` rows, sharing the buffer. Raises ValueError if there are fewer."""
-        raise NotImplementedError
+        if count > self.shape[0]:
+            raise ValueError(f"tensor of {self.shape[0]} rows has no first {count}")
+        return replace(self, shape=(count, *self.shape[1:]))
 
 
 class WeightFormat(enum.Enum):
