@@ -1,0 +1,29 @@
+"""The command line: ``vtserve COMMAND``, also ``python -m app.cli``. One module a command."""
+
+from __future__ import annotations
+
+import click
+
+from app.cli.group import CommandGroup, LazyCommand
+
+COMMANDS = {
+    "generate": LazyCommand("app.cli.generate:generate", "Complete prompts offline."),
+    "quantize": LazyCommand("app.cli.quantize:quantize", "Turn a GGUF or 16-bit model into NVFP4."),
+    "perplexity": LazyCommand("app.cli.perplexity:perplexity", "Measure a model on a text file."),
+}
+
+EPILOG = """\b
+Example:
+  vtserve generate --prompt "The capital of France is"
+"""
+
+
+@click.group(
+    cls=CommandGroup,
+    lazy_commands=COMMANDS,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(package_name="vtserve", prog_name="vtserve")
+def main() -> None:
+    """Serve NVFP4 language models, and account for every byte of device memory."""

@@ -1,0 +1,118 @@
+"""The outermost command: finds subcommands when they are needed, and turns every failure into a line and a status.
+
+======  ========================================================================
+status  meaning
+======  ========================================================================
+0       done
+1       anything that failed; one line on stderr, the traceback with ``--debug``
+2       usage: a flag or variable has a value that cannot be used
+130     interrupted (Ctrl-C)
+141     whoever read standard output closed it
+======  ========================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import click
+
+from engine.errors import ConfigurationError, VtserveError
+
+_DEBUG = "vtserve.debug"
+INTERRUPTED = 130
+READER_GONE = 141
+
+
+class LazyCommand(NamedTuple):
+    """A subcommand that is imported when it is called, so that ``vtserve --help`` imports no numerics."""
+
+    target: str
+    """``module:attribute`` of the click command"""
+    summary: str
+    """its line in the group's help"""
+
+
+class CommandGroup(click.Group):
+    """A click group over `LazyCommand` entries that ends every failure as the module's table says."""
+
+    def __init__(self, *args: Any, lazy_commands: Mapping[str, LazyCommand], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy_commands = dict(lazy_commands)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.lazy_commands)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        entry = self.lazy_commands.get(name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.target.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        if not any(param.name == "debug" for param in command.params):
+            command.params.append(debug_option())
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in self.lazy_commands.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        use_utf8()
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except (KeyboardInterrupt, click.Abort):
+            if ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:
+            # What is still buffered has no reader: without this the interpreter would complain at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(READER_GONE)
+        except Exception as error:
+            if ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            fail(error)
+
+
+def debug_option() -> click.Option:
+    """``--debug``, which every subcommand has."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_DEBUG] = True
+
+    return click.Option(
+        ["--debug"], is_flag=True, expose_value=False, callback=remember, help="Show the traceback of a failure."
+    )
+
+
+def use_utf8() -> None:
+    """Write UTF-8 whatever the locale says: a model's text does not fit Latin-1, and JSON is UTF-8 by definition."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(encoding="utf-8", errors="replace")
+
+
+def fail(error: Exception) -> NoReturn:
+    """Raise the click error whose line and status describe `error`."""
+    if isinstance(error, VtserveError):
+        message = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        named = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        message = ": ".join([*named, error.strerror])
+    else:
+        message = f"internal error: {type(error).__name__}: {error} (--debug shows the traceback)"
+    failure = click.ClickException(" ".join(message.split()))
+    failure.exit_code = 2 if isinstance(error, ConfigurationError) else 1
+    raise failure from error

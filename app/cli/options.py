@@ -1,0 +1,392 @@
+"""Flags that commands share: their types, their groups in the help, and how a group reaches a command.
+
+A command takes one argument a group, a dictionary from names to values, in the spelling of the class that the group fills
+(`EngineConfig`, `SamplingParams`, `TraceSettings`)::
+
+    @click.command(cls=HelpfulCommand)
+    @engine_flags
+    @trace_flags
+    def plan(engine: dict[str, Any], trace: dict[str, Any]) -> None: ...
+
+``--help`` shows the flags that a first hour needs and fits a screen; ``--help-all`` shows every flag, by group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from app.settings import parse_byte_size
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class ByteSize(click.ParamType[int]):
+    """A number of bytes as people write it; see `parse_byte_size`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_byte_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Number(click.FloatRange):
+    """A float in a range. Refuses NaN, which passes every comparison that `click.FloatRange` makes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class Flag(click.Option):
+    """An option that knows its group in the help, and if the short help shows it.
+
+    Only the first spelling is listed; an alias works all the same.
+    """
+
+    def __init__(self, *args: Any, group: str, common: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+        self.common = common
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        if record is None or len(self.opts) == 1:
+            return record
+        names, text = record
+        metavar = names.rpartition(" ")[2] if " " in names.rpartition("--")[2] else ""
+        return f"{self.opts[0]} {metavar}".rstrip(), text
+
+
+class HelpfulCommand(click.Command):
+    """A command whose help shows `Flag` options by group: the common ones, or all with ``--help-all``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 100})
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=self._show_all,
+                help="Show every flag and exit.",
+            )
+        )
+
+    def _show_all(self, ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta["vtserve.help_all"] = True
+            click.echo(self.get_help(ctx))
+            ctx.exit()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        every = ctx.meta.get("vtserve.help_all", False)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            group = param.group if isinstance(param, Flag) and every else "Options"
+            record = param.get_help_record(ctx)
+            if record and (every or not isinstance(param, Flag) or param.common):
+                groups.setdefault(group, []).append(record)
+        for group, records in sorted(groups.items(), key=lambda item: item[0] == "Options"):
+            with formatter.section(group):
+                formatter.write_dl(records)
+
+
+def flag_group(argument: str, flags: Sequence[Flag]) -> Decorator:
+    """Decorator that adds `flags` and hands their values to the command as one dictionary named `argument`."""
+    names = [flag.name for flag in flags]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def gathered(**values: Any) -> Any:
+            group = {name: values.pop(name) for name in names}
+            return function(**{argument: group}, **values)
+
+        # click reads this list backwards, as decorators are applied from the inside out.
+        gathered.__click_params__ = [*getattr(function, "__click_params__", []), *reversed(flags)]  # type: ignore[attr-defined]
+        return gathered
+
+    return decorate
+
+
+ENGINE = "Engine"
+MEMORY = "Memory"
+SAMPLING = "Sampling"
+TRACE = "Memory trace (each has an environment variable; the flag wins)"
+
+model_flags = flag_group(
+    "model",
+    [
+        Flag(
+            ["--model"],
+            group="Model",
+            common=True,
+            metavar="DIR|ID",
+            help="Checkpoint directory or Hugging Face id.  [a small demo model]",
+        ),
+        Flag(
+            ["--device"],
+            group="Model",
+            common=True,
+            type=click.Choice(["auto", "cpu", "cuda"]),
+            default="auto",
+            help="auto: a CUDA device if there is one.",
+        ),
+        Flag(["--threads"], group="Model", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [all cores]"),
+    ],
+)
+
+engine_flags = flag_group(
+    "engine",
+    [
+        Flag(
+            ["--kv-cache-dtype"],
+            group=MEMORY,
+            common=True,
+            type=click.Choice(["auto", "fp8", "fp8_e4m3", "bfloat16"]),
+            default="auto",
+            metavar="auto|fp8|bfloat16",
+            help="auto follows the checkpoint.",
+        ),
+        Flag(
+            ["--kv-cache-memory", "--kv-cache-memory-bytes", "kv_cache_memory"],
+            group=MEMORY,
+            common=True,
+            type=ByteSize(),
+            help="KV cache, such as 1000000000 or 1GiB.",
+        ),
+        Flag(
+            ["--gpu-memory-utilization"],
+            group=MEMORY,
+            type=Number(min=0, max=1, min_open=True),
+            metavar="F",
+            default=0.9,
+            show_default=True,
+            help="Part of the device that weights, workspace and KV cache may fill.",
+        ),
+        Flag(
+            ["--device-memory"],
+            group=MEMORY,
+            common=True,
+            type=ByteSize(),
+            help="Capacity of the CPU device.  [the host's]",
+        ),
+        Flag(
+            ["--max-num-seqs"],
+            group=ENGINE,
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Sequences that run at once.",
+        ),
+        Flag(
+            ["--max-model-len"],
+            group=ENGINE,
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Longest prompt and output together.  [the model's]",
+        ),
+        Flag(
+            ["--max-num-batched-tokens"],
+            group=ENGINE,
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens of one step, prefill and decode together.",
+        ),
+        Flag(
+            ["--block-size"],
+            group=ENGINE,
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens of one KV cache block.  [16]",
+        ),
+        Flag(
+            ["--enable-prefix-caching/--no-enable-prefix-caching"],
+            group=ENGINE,
+            default=True,
+            show_default=True,
+            help="Reuse the KV blocks of equal prompt beginnings.",
+        ),
+    ],
+)
+
+sampling_flags = flag_group(
+    "sampling",
+    [
+        Flag(
+            ["--max-tokens"],
+            group=SAMPLING,
+            common=True,
+            type=click.IntRange(min=1),
+            metavar="N",
+            default=64,
+            show_default=True,
+            help="Most tokens to generate.",
+        ),
+        Flag(
+            ["--temperature"],
+            group=SAMPLING,
+            common=True,
+            type=Number(min=0),
+            metavar="T",
+            default=0.0,
+            show_default="0, greedy",
+            help="Randomness of the choice.",
+        ),
+        Flag(
+            ["--top-p"],
+            group=SAMPLING,
+            type=Number(min=0, max=1, min_open=True),
+            metavar="P",
+            default=1.0,
+            show_default=True,
+            help="Keep the likeliest tokens that together reach P.",
+        ),
+        Flag(
+            ["--top-k"],
+            group=SAMPLING,
+            type=click.IntRange(min=-1),
+            metavar="K",
+            default=0,
+            show_default="0, all",
+            help="Keep the K likeliest tokens.",
+        ),
+        Flag(
+            ["--min-p"],
+            group=SAMPLING,
+            type=Number(min=0, max=1),
+            metavar="P",
+            default=0.0,
+            show_default=True,
+            help="Drop tokens less likely than P times the likeliest.",
+        ),
+        Flag(
+            ["--seed"],
+            group=SAMPLING,
+            type=click.IntRange(min=0, max=2**63 - 1),
+            metavar="N",
+            help="The same seed gives the same tokens.",
+        ),
+        Flag(
+            ["--stop"],
+            group=SAMPLING,
+            multiple=True,
+            metavar="TEXT",
+            help="End the output before TEXT; repeatable.",
+        ),
+        Flag(
+            ["-n", "--n", "n"],
+            group=SAMPLING,
+            type=click.IntRange(min=1),
+            metavar="N",
+            default=1,
+            show_default=True,
+            help="Outputs for each prompt.",
+        ),
+        Flag(
+            ["--logprobs"],
+            group=SAMPLING,
+            type=click.IntRange(min=0),
+            metavar="K",
+            help="Log probabilities of each token and the K likeliest, in --output json.",
+        ),
+        Flag(
+            ["--repetition-penalty"],
+            group=SAMPLING,
+            type=Number(min=0, min_open=True),
+            metavar="F",
+            default=1.0,
+            show_default=True,
+            help="Over 1: avoid tokens of prompt and output.",
+        ),
+        Flag(
+            ["--presence-penalty"],
+            group=SAMPLING,
+            type=Number(min=-2, max=2),
+            metavar="F",
+            default=0.0,
+            show_default=True,
+            help="Avoid tokens of the output.",
+        ),
+        Flag(
+            ["--frequency-penalty"],
+            group=SAMPLING,
+            type=Number(min=-2, max=2),
+            metavar="F",
+            default=0.0,
+            show_default=True,
+            help="Avoid tokens by their count in the output.",
+        ),
+    ],
+)
+
+trace_flags = flag_group(
+    "trace",
+    [
+        Flag(
+            ["--alloc-trace/--no-alloc-trace"],
+            group=TRACE,
+            common=True,
+            default=None,
+            help="Print large allocations and failures to stderr.",
+        ),
+        Flag(
+            ["--alloc-stats/--no-alloc-stats"],
+            group=TRACE,
+            default=None,
+            help="Count requests and bytes by tag; print the table at the end.",
+        ),
+        Flag(
+            ["--alloc-trace-min-mib"],
+            group=TRACE,
+            type=Number(min=0),
+            metavar="MIB",
+            help="Print requests of this size and more.  [16]",
+        ),
+        Flag(
+            ["--alloc-trace-low-free-mib"],
+            group=TRACE,
+            type=Number(min=0),
+            metavar="MIB",
+            help="Print everything while less than this is free.  [2048]",
+        ),
+        Flag(
+            ["--alloc-trace-file"],
+            group=TRACE,
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            help="Record every request in this file; it survives a kill.",
+        ),
+        Flag(
+            ["--alloc-trace-records"],
+            group=TRACE,
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Records the file holds before the oldest is overwritten.  [65536]",
+        ),
+    ],
+)
+
+__all__ = [
+    "ByteSize",
+    "Flag",
+    "HelpfulCommand",
+    "Number",
+    "engine_flags",
+    "flag_group",
+    "model_flags",
+    "sampling_flags",
+    "trace_flags",
+]
