@@ -7,7 +7,7 @@
     │   ├── OutOfMemoryError        the bytes are not there; the device is still usable
     │   └── StickyDeviceError       the CUDA context is lost; only a new process goes on
     ├── TraceFileError              engine.memory.errors: a flight recorder's file cannot be read
-    ├── ConfigurationError          a flag, variable or field has a value that cannot be used
+    ├── ConfigurationError          engine.memory.errors: a flag, variable or field has a value that cannot be used
     ├── CheckpointError             a checkpoint's file or tensor is missing, damaged or contradicts itself
     │   └── UnsupportedModelError   the checkpoint is sound, but this architecture or quantisation is not served
     ├── RequestError                a request cannot be served as asked; only that request fails
@@ -19,7 +19,7 @@ Every message is one line that names the file, field or flag and what was expect
 
 from __future__ import annotations
 
-from engine.memory.errors import VtserveError
+from engine.memory.errors import ConfigurationError, VtserveError
 
 __all__ = [
     "CheckpointError",
@@ -30,10 +30,6 @@ __all__ = [
     "UnsupportedModelError",
     "VtserveError",
 ]
-
-
-class ConfigurationError(VtserveError):
-    """A flag, environment variable or configuration field has a value that cannot be used."""
 
 
 class CheckpointError(VtserveError):
