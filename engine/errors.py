@@ -7,9 +7,9 @@
     │   ├── OutOfMemoryError        the bytes are not there; the device is still usable
     │   └── StickyDeviceError       the CUDA context is lost; only a new process goes on
     ├── TraceFileError              engine.memory.errors: a flight recorder's file cannot be read
-    ├── ConfigurationError          engine.memory.errors: a flag, variable or field has a value that cannot be used
+    ├── ConfigurationError          engine.memory.errors: a flag, variable or field has an unusable value
     ├── CheckpointError             a checkpoint's file or tensor is missing, damaged or contradicts itself
-    │   └── UnsupportedModelError   the checkpoint is sound, but this architecture or quantisation is not served
+    │   └── UnsupportedModelError   sound, but of an architecture or quantisation that is not served
     ├── RequestError                a request cannot be served as asked; only that request fails
     └── EngineError
         └── EngineDeadError         the engine stopped; nothing more can be asked of it

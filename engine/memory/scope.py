@@ -90,8 +90,8 @@ _MOST_SITES = 4096
 F = TypeVar("F", bound=Callable[..., object])
 
 # Caches and marks about code objects, which are as immutable and as global as the code itself. A code object
-# hashes by content, slowly, so they are kept by identity; the value holds the code object, so that its identity
-# stays taken.
+# hashes by content, slowly, so they are kept by identity; the value holds the code object, so that its
+# identity stays taken.
 _outside: dict[str, bool] = {}
 _helpers: dict[int, CodeType] = {}
 _sites: dict[tuple[int, int], tuple[CodeType, str]] = {}
