@@ -17,6 +17,7 @@ __all__ = [
     "OutOfMemoryError",
     "StickyDeviceError",
     "TraceFileError",
+    "UnknownPointerError",
     "VtserveError",
     "Why",
 ]
@@ -174,6 +175,21 @@ class OutOfMemoryError(AllocationError):
 
 class StickyDeviceError(AllocationError):
     """The CUDA context is lost. No further CUDA call may be made; only a new process goes on."""
+
+
+class UnknownPointerError(VtserveError):
+    """A free of a pointer that is not live: freed twice, never ours, or of another size. Nothing changed."""
+
+    def __init__(self, ptr: int, size: int, live_size: int | None = None) -> None:
+        super().__init__(ptr, size, live_size)
+        self.ptr = ptr
+        self.size = size
+        self.live_size = live_size
+
+    def __str__(self) -> str:
+        if self.live_size is None:
+            return f"cannot free {self.size} bytes at {self.ptr:#x}: not allocated here, or already freed"
+        return f"cannot free {self.size} bytes at {self.ptr:#x}: {self.live_size} bytes are allocated there"
 
 
 def describe_bytes(count: int) -> str:
