@@ -1,11 +1,11 @@
 """What resources and adaptors of the house share: pointers below, buffers on top, and a gauge of the device.
 
-cuda.core's `MemoryResource` hands out `Buffer` objects that own their bytes. Stacked adaptors must not each own
-them: a buffer is freed once, through the adaptor it came from, and every layer below sees that free once. So a
-resource of the house is split in two. `acquire` and `release` pass plain pointers and are what adaptors stack;
-`allocate` and `deallocate` are cuda.core's interface, and only the resource that was *asked* makes the `Buffer`.
-A failed `release` raises to the layers above it, which then count nothing; only `deallocate`, which destructors
-call, turns it into a warning.
+cuda.core's `MemoryResource` hands out `Buffer` objects that own their bytes. Stacked adaptors must not each
+own them: a buffer is freed once, through the adaptor it came from, and every layer below sees that free
+once. So a resource of the house is split in two. `acquire` and `release` pass plain pointers and are what
+adaptors stack; `allocate` and `deallocate` are cuda.core's interface, and only the resource that was
+*asked* makes the `Buffer`. A failed `release` raises to the layers above it, which then count nothing; only
+`deallocate`, which destructors call, turns it into a warning.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PointerResource(MemoryResource):
             raise
 
     def deallocate(self, ptr: Any, size: int, *, stream: Any = None) -> None:
-        """Give `ptr` back. Buffers' destructors call it, perhaps from the garbage collector: it only warns."""
+        """Give `ptr` back. Called by destructors, perhaps from the garbage collector: only warns."""
         try:
             self.release(int(ptr), size, stream)
         except Exception as error:

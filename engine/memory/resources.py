@@ -145,9 +145,9 @@ class HostMemoryResource(_CapacityMemoryResource):
     """The host's memory as a device of `capacity` bytes: the CPU device.
 
     Addresses are aligned to 64 bytes, those of large blocks to a page or a huge page. Large blocks are
-    anonymous mappings: pages cost nothing until they are written, so a generous KV cache costs what its tokens
-    use. Every byte asked for counts against the capacity, no more (``rounding`` is 0); a request of 0 bytes
-    gets an address of its own and costs nothing.
+    anonymous mappings: pages cost nothing until they are written, so a generous KV cache costs what its
+    tokens use. Every byte asked for counts against the capacity, no more (``rounding`` is 0); a request of
+    0 bytes gets an address of its own and costs nothing.
 
     Fails with `OutOfMemoryError`: ``why=full`` when the capacity is used up, ``why=address-space`` when the
     capacity has room and the system refuses.
