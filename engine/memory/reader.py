@@ -42,10 +42,17 @@ __all__ = ["FlightRecorderReader", "TraceCursor", "TraceSlice"]
 _CHUNK = 8192
 _LOOK_AHEAD = 256
 _MOST_INDEX = 1 << 62  # no recorder gets there; a damaged hint may say so
-_OUTCOME_FIELDS = [
-    "pointer", "live", "free", "pool_used", "pool_reserved", "finished_ns", "error_code", "retries", "why",
-    "flags",
-]  # fmt: skip
+_UNKNOWN_OUTCOME = {
+    "live": 0,
+    "free": -1,
+    "pool_used": -1,
+    "pool_reserved": -1,
+    "finished_ns": 0,
+    "error_code": 0,
+    "retries": 0,
+    "why": 0,
+    "flags": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +162,7 @@ class FlightRecorderReader:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def records(self, start: int = 0) -> np.ndarray:
-        """The records held, from index `start` on, oldest first. Intents without an outcome are among them."""
+        """The records held, from index `start` on, oldest first, intents without an outcome among them."""
         return self.read(start).records
 
     def read(self, start: int = 0) -> TraceSlice:
@@ -231,7 +238,7 @@ class FlightRecorderReader:
         return newest
 
     def _raw(self, begin: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of `count` indices from `begin` (at most one lap): the whole records; all slots; which are whole."""
+        """Of `count` indices from `begin` (at most one lap): whole records; all slots; which are whole."""
         slot = (begin - 1) % self.header.capacity
         head = min(count, self.header.capacity - slot)
         slots = self._slots(slot, head)
@@ -283,7 +290,7 @@ class FlightRecorderReader:
 
 
 class TraceCursor:
-    """A place in a trace. Each `advance` gives the records that got their outcome since the last one, once each.
+    """A place in a trace. Each `advance` gives the records that got their outcome since, once each.
 
     A request that is still running when it is first seen is kept in mind and delivered when it is done, so
     records may come a little out of order; `index` tells.
@@ -332,20 +339,20 @@ class TraceCursor:
 
 def _has_outcome(records: np.ndarray) -> np.ndarray:
     state = records["state"]
-    return (state == EventState.OK) | (state == EventState.FAILED)
+    return np.asarray((state == EventState.OK) | (state == EventState.FAILED))
 
 
 def _whole(slots: np.ndarray) -> np.ndarray:
     """Which slots hold a first half with the right checksum."""
-    data = memoryview(slots.view(np.uint8))
+    data = slots.view(np.uint8).data
     crc = zlib.crc32
     computed = [crc(data[at : at + ASKED_CRC_AT]) for at in range(0, len(data), RECORD_BYTES)]
     return np.asarray(slots["asked_crc"] == np.array(computed, np.uint32))
 
 
 def _make_good(records: np.ndarray) -> None:
-    """Set `state` to INTENT or TORN where the outcome is missing or damaged, and clear what is not the record's."""
-    data = memoryview(records.view(np.uint8))
+    """Set `state` to INTENT or TORN where the outcome is missing or damaged; clear what is another's."""
+    data = records.view(np.uint8).data
     crc = zlib.crc32
     states: list[int] = records["state"].tolist()
     mine = (records["outcome_index"] == records["index"]).tolist()
@@ -365,7 +372,7 @@ def _make_good(records: np.ndarray) -> None:
             states[place] = EventState.TORN
     records["state"] = states
     asked_only = ~_has_outcome(records)
-    for name in _OUTCOME_FIELDS:
-        records[name][asked_only] = 0
+    for name, unknown in _UNKNOWN_OUTCOME.items():
+        records[name][asked_only] = unknown
     records["pointer"][asked_only] = records["asked_pointer"][asked_only]
     records["text"][(records["flags"] & HAS_TEXT) == 0] = b""

@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -227,7 +227,8 @@ def _whole_ids(requests: tuple[str, ...], room: int) -> bytes:
 # -- events ------------------------------------------------------------------------------------------------
 
 
-class TraceEvent(NamedTuple):
+@dataclass(slots=True)
+class TraceEvent:
     """One record in plain Python types: what lines, JSON and the tools are made from."""
 
     kind: EventKind
@@ -258,7 +259,7 @@ class TraceEvent(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; enumerations by their lower-case names."""
-        facts = self._asdict()
+        facts: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         facts["kind"] = self.kind.name.lower()
         facts["state"] = self.state.name.lower()
         facts["why"] = self.why.value if self.why else None

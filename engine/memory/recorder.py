@@ -111,7 +111,7 @@ class FlightRecorder:
 
     @classmethod
     def in_memory(cls, header: TraceHeader) -> Self:
-        """A recorder in the process's own memory: the same record, gone with the process. Pages cost when used."""
+        """A recorder in the process's own memory: the same record, gone with the process."""
         header = _stamped(header)
         ring = mmap.mmap(-1, HEADER_BYTES + header.capacity * RECORD_BYTES)
         ring[:HEADER_BYTES] = header.to_bytes()
