@@ -1,0 +1,1 @@
+"""CUDA's memory as resources of the house. Nothing here is imported on a machine that runs on the CPU."""
