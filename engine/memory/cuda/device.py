@@ -62,7 +62,7 @@ class CudaDeviceAccount:
     runtime
         The device's runtime. Building the account creates the context.
     usage
-        The driver's own view. Without it the context cannot be told from the neighbours, and counts as theirs.
+        The driver's own view. Without it the context cannot be told from the neighbours and counts as theirs.
     """
 
     def __init__(self, runtime: CudaRuntime, usage: DriverUsage) -> None:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from engine.memory.base import Overheads, PointerResource
 from engine.memory.cuda.device import CudaDeviceAccount
 from engine.memory.cuda.runtime import OUT_OF_MEMORY, CudaCallError, CudaRuntime, is_sticky
-from engine.memory.errors import AllocationError, OutOfMemoryError, StickyDeviceError, UnknownPointerError, Why
+from engine.memory.errors import (
+    AllocationError,
+    OutOfMemoryError,
+    StickyDeviceError,
+    UnknownPointerError,
+    Why,
+)
 from engine.memory.failures import failed_request
 
 if TYPE_CHECKING:
@@ -150,7 +156,7 @@ class _CudaMemoryResource(PointerResource):
                     size,
                     api=self.api,
                     why=Why.EARLIER_ERROR,
-                    error=f"the context was lost by an earlier error ({self._lost.text}); nothing was asked of CUDA",
+                    error=f"the context is lost ({self._lost.text}); nothing was asked of CUDA",
                     error_code=self._lost.code,
                     live=self._live,
                 )
@@ -313,7 +319,7 @@ class CudaPoolMemoryResource(_CudaMemoryResource):
         self._account.taken += self.read_pool()[1] - before
 
     def read_pool(self) -> tuple[int, int]:
-        """(used, reserved) bytes of the pool; as last read once the context is lost. Raises `CudaCallError`."""
+        """(used, reserved) bytes; as last read once the context is lost. Raises `CudaCallError`."""
         if self._lost is None and self._pool is not None:
             self._bytes = self._runtime.pool_bytes(self._pool)
         return self._bytes
