@@ -193,6 +193,11 @@ class FlightRecorderReader:
             yield TraceSlice(records, first, dropped, torn)
             at = end + 1
 
+    def last(self, count: int) -> TraceSlice:
+        """The newest `count` records; `dropped` is 0, however many there were before."""
+        first, newest = self._held()
+        return self.read(max(first, newest - count + 1))
+
     def cursor(self, start: int = 0) -> TraceCursor:
         """A place in the trace to read on from, at index `start`."""
         return TraceCursor(self, start)
