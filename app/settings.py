@@ -1,15 +1,20 @@
-"""What the control plane reads from its surroundings: sizes as people write them, and where files are kept."""
+"""What the control plane reads from its surroundings: sizes as people write them, variables, directories."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigurationError
+from engine.memory.settings import TraceSettings
 
 BYTE_SIZE_EXAMPLES = "1000000000, 200MiB or 1.5G"
 
-_BYTE_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:_[0-9]{1,30})*(?:\.[0-9]{1,30})?)\s*(?P<unit>[a-z]*)", re.ASCII)
+_BYTE_SIZE = re.compile(r"(?P<number>[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*(?P<unit>[a-z]*)", re.ASCII)
 _UNITS = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -21,8 +26,8 @@ _LARGEST = 2**63 - 1
 def parse_byte_size(text: str) -> int:
     """Number of bytes that `text` writes: plain (``1000000000``) or with a unit, in any case.
 
-    ``K``, ``M``, ``G``, ``T`` and ``KiB`` … ``TiB`` are powers of 1024; ``KB`` … ``TB`` are powers of 1000 (as GNU
-    coreutils reads them). Fractions are rounded down to whole bytes.
+    ``K``, ``M``, ``G``, ``T`` and ``KiB`` … ``TiB`` are powers of 1024; ``KB`` … ``TB`` are powers of 1000,
+    as GNU coreutils reads them. Fractions are rounded down to whole bytes.
 
     Raises
     ------
@@ -35,23 +40,45 @@ def parse_byte_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size in bytes; write it like {BYTE_SIZE_EXAMPLES}")
     size = int(Decimal(match["number"]) * unit)
     if not 1 <= size <= _LARGEST:
-        raise ValueError(f"{text!r} must be at least 1 byte and less than 8 EiB; write it like {BYTE_SIZE_EXAMPLES}")
+        raise ValueError(f"{text!r} is not from 1 byte to 8 EiB; write it like {BYTE_SIZE_EXAMPLES}")
     return size
 
 
-def format_byte_size(size: int) -> str:
-    """`size` in a unit that `parse_byte_size` reads, with one decimal: ``200.0MiB``."""
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{size}B" if unit == "B" else f"{amount:.1f}{unit}"
-        amount /= 1024
-    return f"{amount:.1f}TiB"
-
-
 def cache_directory(environ: Mapping[str, str]) -> Path:
-    """Where downloads and what was made from them are kept: ``VTSERVE_CACHE``, else ``$XDG_CACHE_HOME/vtserve``."""
+    """Where downloads and models made of them are: ``VTSERVE_CACHE``, else ``$XDG_CACHE_HOME/vtserve``."""
     if own := environ.get("VTSERVE_CACHE"):
         return Path(own).expanduser()
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "vtserve"
+
+
+def trace_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> TraceSettings:
+    """What the memory house is to watch: the variables of `environ`, then the ``--alloc-…`` flags given.
+
+    `flags` holds the values of `app.cli.options.trace_flags`; None is a flag that was not given.
+
+    Raises
+    ------
+    ConfigurationError
+        A variable has a value that is not understood, or a flag says how to trace while tracing is off.
+    """
+    settings = TraceSettings.from_environ(environ)
+    given = {
+        "trace": flags["alloc_trace"],
+        "stats": flags["alloc_stats"],
+        "min_bytes": _mebibytes(flags["alloc_trace_min_mib"]),
+        "low_free_bytes": _mebibytes(flags["alloc_trace_low_free_mib"]),
+        "file": Path(flags["alloc_trace_file"]) if flags["alloc_trace_file"] else None,
+        "records": flags["alloc_trace_records"],
+    }
+    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+    if not settings.trace:
+        for name, value in flags.items():
+            if name.startswith("alloc_trace_") and value is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigurationError(f"{flag}: tracing is off; turn it on with --alloc-trace")
+    return settings
+
+
+def _mebibytes(value: float | None) -> int | None:
+    return None if value is None else int(value * 2**20)

@@ -1,4 +1,4 @@
-"""The outermost command: finds subcommands when they are needed, and turns every failure into a line and a status.
+"""The outermost command: finds subcommands when needed, and ends every failure in a line and a status.
 
 ======  ========================================================================
 status  meaning
@@ -58,6 +58,14 @@ class CommandGroup(click.Group):
             command.params.append(debug_option())
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:
+            raise click.NoSuchCommand(error.command_name, possibilities=self.lazy_commands, ctx=ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in self.lazy_commands.items()])
@@ -84,6 +92,14 @@ class CommandGroup(click.Group):
             fail(error)
 
 
+class Failure(click.ClickException):
+    """One line for stderr and the status to exit with."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.exit_code = status  # type: ignore[misc]  # click declares it on the class and reads it here
+
+
 def debug_option() -> click.Option:
     """``--debug``, which every subcommand has."""
 
@@ -92,12 +108,16 @@ def debug_option() -> click.Option:
             ctx.meta[_DEBUG] = True
 
     return click.Option(
-        ["--debug"], is_flag=True, expose_value=False, callback=remember, help="Show the traceback of a failure."
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Show the traceback of a failure.",
     )
 
 
 def use_utf8() -> None:
-    """Write UTF-8 whatever the locale says: a model's text does not fit Latin-1, and JSON is UTF-8 by definition."""
+    """Write UTF-8 whatever the locale says: a model's text does not fit Latin-1, and JSON is UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -113,6 +133,5 @@ def fail(error: Exception) -> NoReturn:
         message = ": ".join([*named, error.strerror])
     else:
         message = f"internal error: {type(error).__name__}: {error} (--debug shows the traceback)"
-    failure = click.ClickException(" ".join(message.split()))
-    failure.exit_code = 2 if isinstance(error, ConfigurationError) else 1
-    raise failure from error
+    status = 2 if isinstance(error, ConfigurationError) else 1
+    raise Failure(" ".join(message.split()), status) from error

@@ -1,14 +1,14 @@
 """Flags that commands share: their types, their groups in the help, and how a group reaches a command.
 
-A command takes one argument a group, a dictionary from names to values, in the spelling of the class that the group fills
-(`EngineConfig`, `SamplingParams`, `TraceSettings`)::
+A command takes one argument a group: a dictionary from names to values, in the spelling of the class that the
+group fills (`EngineConfig`, `SamplingParams`)::
 
     @click.command(cls=HelpfulCommand)
     @engine_flags
     @trace_flags
     def plan(engine: dict[str, Any], trace: dict[str, Any]) -> None: ...
 
-``--help`` shows the flags that a first hour needs and fits a screen; ``--help-all`` shows every flag, by group.
+``--help`` shows the flags that a first hour needs and fits a screen; ``--help-all`` shows all, by group.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HelpfulCommand(click.Command):
     """A command whose help shows `Flag` options by group: the common ones, or all with ``--help-all``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 100})
+        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"]})
         super().__init__(*args, **kwargs)
         self.params.append(
             click.Option(
@@ -106,7 +106,7 @@ class HelpfulCommand(click.Command):
 
 
 def flag_group(argument: str, flags: Sequence[Flag]) -> Decorator:
-    """Decorator that adds `flags` and hands their values to the command as one dictionary named `argument`."""
+    """Decorator that adds `flags` and hands their values to the command as one dictionary, `argument`."""
     names = [flag.name for flag in flags]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +125,7 @@ def flag_group(argument: str, flags: Sequence[Flag]) -> Decorator:
 ENGINE = "Engine"
 MEMORY = "Memory"
 SAMPLING = "Sampling"
+FAILURE = "Failure records"
 TRACE = "Memory trace (each has an environment variable; the flag wins)"
 
 model_flags = flag_group(
@@ -145,7 +146,13 @@ model_flags = flag_group(
             default="auto",
             help="auto: a CUDA device if there is one.",
         ),
-        Flag(["--threads"], group="Model", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [all cores]"),
+        Flag(
+            ["--threads"],
+            group="Model",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="CPU threads.  [all cores]",
+        ),
     ],
 )
 
@@ -372,9 +379,28 @@ trace_flags = flag_group(
         Flag(
             ["--alloc-trace-records"],
             group=TRACE,
-            type=click.IntRange(min=1),
+            type=click.IntRange(min=64, max=2**24),
             metavar="N",
             help="Records the file holds before the oldest is overwritten.  [65536]",
+        ),
+    ],
+)
+
+failure_flags = flag_group(
+    "failure",
+    [
+        Flag(
+            ["--failure-dir"],
+            group=FAILURE,
+            type=click.Path(file_okay=False),
+            metavar="DIR",
+            help="Where failure records go.  [$XDG_STATE_HOME/vtserve/failures]",
+        ),
+        Flag(
+            ["--record-prompts"],
+            group=FAILURE,
+            is_flag=True,
+            help="Put the prompts into failure records.",
         ),
     ],
 )
@@ -385,6 +411,7 @@ __all__ = [
     "HelpfulCommand",
     "Number",
     "engine_flags",
+    "failure_flags",
     "flag_group",
     "model_flags",
     "sampling_flags",

@@ -9,11 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.settings import cache_directory, format_byte_size, parse_byte_size
+from app.settings import cache_directory, parse_byte_size, trace_settings
+from engine.errors import ConfigurationError
+from engine.memory.settings import TraceSettings
 
-UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40} | {
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1, "": 1
-}  # fmt: skip
+UNITS = {
+    **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+}
 
 
 @pytest.mark.parametrize(
@@ -53,22 +57,50 @@ def test_number_times_unit(whole: int, unit: str, thousandths: int, upper: bool)
 @example("٣")  # a digit to str.isdigit, not to us
 @example("1\n")
 def test_anything_else_is_one_line_with_an_example(text: str) -> None:
+    message = ""
+    size = None
     try:
         size = parse_byte_size(text)
     except ValueError as error:
-        assert "200MiB" in str(error)
-        assert "\n" not in str(error)
+        message = str(error)
+    if size is None:
+        assert "200MiB" in message
+        assert "\n" not in message
     else:
         assert 1 <= size < 2**63
         assert text.strip()[0] in "0123456789"
 
 
-@given(st.integers(1, 2**60))
-def test_format_is_read_back_within_its_decimal(size: int) -> None:
-    assert parse_byte_size(format_byte_size(size)) == pytest.approx(size, rel=0.06)
-
-
 def test_cache_directory_follows_the_environment() -> None:
     assert cache_directory({"VTSERVE_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
     assert cache_directory({"XDG_CACHE_HOME": "/b"}) == Path("/b/vtserve")
-    assert cache_directory({"VTSERVE_CACHE": "", "XDG_CACHE_HOME": ""}) == Path("~/.cache/vtserve").expanduser()
+    unset = {"VTSERVE_CACHE": "", "XDG_CACHE_HOME": ""}
+    assert cache_directory(unset) == Path("~/.cache/vtserve").expanduser()
+
+
+NO_FLAGS = dict.fromkeys(("alloc_trace", "alloc_stats")) | {
+    f"alloc_trace_{flag}": None for flag in ("min_mib", "low_free_mib", "file", "records")
+}
+
+
+def test_trace_flags_win_over_the_environment() -> None:
+    prefix = "VT_CUDA_ALLOC_TRACE"
+    environ = {prefix: "1", f"{prefix}_MIN_MIB": "8", f"{prefix}_RECORDS": "128"}
+    assert trace_settings(environ, NO_FLAGS) == TraceSettings(trace=True, min_bytes=8 * 2**20, records=128)
+    flags = {**NO_FLAGS, "alloc_stats": True, "alloc_trace_min_mib": 0.5, "alloc_trace_file": "ring"}
+    expected = TraceSettings(trace=True, stats=True, min_bytes=2**19, records=128, file=Path("ring"))
+    assert trace_settings(environ, flags) == expected
+    assert trace_settings({prefix: "1"}, {**NO_FLAGS, "alloc_trace": False}) == TraceSettings()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("file", "ring"), ("min_mib", 1.0), ("low_free_mib", 0.0), ("records", 64)]
+)
+def test_how_to_trace_is_refused_while_tracing_is_off(flag: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"--alloc-trace-{flag.replace('_', '-')}: tracing is off"):
+        trace_settings({}, {**NO_FLAGS, f"alloc_trace_{flag}": value})
+
+
+def test_a_variable_that_is_not_understood_is_refused_even_beside_its_flag() -> None:
+    with pytest.raises(ConfigurationError, match="VT_CUDA_ALLOC_TRACE='maybe'"):
+        trace_settings({"VT_CUDA_ALLOC_TRACE": "maybe"}, {**NO_FLAGS, "alloc_trace": True})

@@ -1,0 +1,139 @@
+"""How failures end: a line and a status. And what is imported for a help text."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from app.cli import main
+from app.cli.group import CommandGroup, LazyCommand
+from engine.errors import CheckpointError, ConfigurationError
+
+ERRORS: dict[str, BaseException] = {
+    "checkpoint": CheckpointError("model.safetensors: tensor lm_head.weight is missing"),
+    "configuration": ConfigurationError("VT_CUDA_ALLOC_TRACE=maybe: expected 1 or 0"),
+    "os": PermissionError(errno.EACCES, "Permission denied", "/root/prompts.txt"),
+    "bug": KeyError("layers"),
+    "multiline": RuntimeError("first\nsecond"),
+    "interrupt": KeyboardInterrupt(),
+    "abort": click.Abort(),
+}
+
+
+@click.command()
+@click.argument("name")
+def throw(name: str) -> None:
+    raise ERRORS[name]
+
+
+def run(*args: str) -> Result:
+    group = CommandGroup(name="vtserve", lazy_commands={"throw": LazyCommand(f"{__name__}:throw", "Throw.")})
+    return CliRunner().invoke(group, ["throw", *args], prog_name="vtserve")
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "line"),
+    [
+        ("checkpoint", 1, "Error: model.safetensors: tensor lm_head.weight is missing"),
+        ("configuration", 2, "Error: VT_CUDA_ALLOC_TRACE=maybe: expected 1 or 0"),
+        ("os", 1, "Error: /root/prompts.txt: Permission denied"),
+        ("bug", 1, "Error: internal error: KeyError: 'layers' (--debug shows the traceback)"),
+        ("multiline", 1, "Error: internal error: RuntimeError: first second (--debug shows the traceback)"),
+    ],
+)
+def test_failure_is_one_line(name: str, status: int, line: str) -> None:
+    result = run(name)
+    assert result.stderr == f"{line}\n"
+    assert result.stdout == ""
+    assert result.exit_code == status
+
+
+def test_debug_shows_the_traceback_before_the_line() -> None:
+    result = run("--debug", "checkpoint")
+    assert result.stderr.startswith("Traceback (most recent call last)")
+    assert result.stderr.endswith("\nError: model.safetensors: tensor lm_head.weight is missing\n")
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["interrupt", "abort"])
+def test_interrupt_is_quiet(name: str) -> None:
+    result = run(name)
+    assert (result.output, result.exit_code) == ("", 130)
+
+
+@click.command()
+def flood() -> None:
+    while True:
+        click.echo("a line")
+
+
+FLOOD = """
+from tests.app.cli.test_group import CommandGroup, LazyCommand
+CommandGroup(name="g", lazy_commands={"flood": LazyCommand("tests.app.cli.test_group:flood", "")})(["flood"])
+"""
+
+
+def test_closed_reader_is_quiet() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FLOOD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "a line\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_imports_no_numerics() -> None:
+    program = (
+        "import sys; from app.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(sorted({'numba', 'numpy', 'cuda', 'rich', 'tokenizers'} & sys.modules.keys()))"
+    )
+    result = python("-c", program)
+    assert result.returncode == 0
+    assert result.stdout.startswith("Usage: ")
+    assert result.stdout.endswith("\n[]\n")
+
+
+def test_module_is_the_command() -> None:
+    result = python("-m", "app.cli", "--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith("vtserve, version ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["generate", "--promt", "x"], "--prompt"),
+        (["generate", "--kv-cache-memroy", "1"], "--kv-cache-memory"),
+        (["generat"], "generate"),
+    ],
+)
+def test_misspelling_is_answered_with_the_right_spelling(arguments: list[str], suggestion: str) -> None:
+    result = CliRunner().invoke(main, arguments, prog_name="vtserve")
+    assert result.exit_code == 2
+    assert suggestion in result.stderr.splitlines()[-1]
+
+
+def test_every_help_fits_a_screen_and_ends_with_an_example() -> None:
+    runner = CliRunner()
+    for arguments in [[], *([name] for name in main.lazy_commands)]:  # type: ignore[attr-defined]
+        result = runner.invoke(main, [*arguments, "--help"], prog_name="vtserve", terminal_width=80)
+        assert result.exit_code == 0, arguments
+        lines = result.stdout.splitlines()
+        assert len(lines) <= 24, arguments
+        assert max(map(len, lines)) <= 80, arguments
+        example = lines[lines.index("  Example:") + 1 :]
+        assert example, arguments
+        assert all(line.startswith("    ") for line in example), arguments
