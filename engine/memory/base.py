@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-class MemoryDeallocationWarning(ResourceWarning):
+class MemoryDeallocationWarning(RuntimeWarning):
     """A free went wrong where nothing can be raised: in a destructor, or on a pointer that is not ours."""
 
 
@@ -49,6 +49,10 @@ class Overheads:
     library: int = 0
     """modules and libraries' own allocations"""
     other_processes: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.pool_slack + self.rounding + self.context + self.library + self.other_processes
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 ::
 
-    engine ── TracingMemoryResource      sees every request and its final outcome, refusals of the limit included
+    engine ── TracingMemoryResource      every request and its outcome, refusals of the limit included
               └─ StatisticsMemoryResource    counts the same
                  └─ LimitingMemoryResource       refuses what passes the cap
                     └─ the resource                  host, cudaMalloc, pool, plan
@@ -143,13 +143,23 @@ class MemoryHouse:
         return free if self.limiting is None else min(free, self.limiting.available)
 
     def ledger(self, moment: str = "") -> Ledger:
-        """The ledger now. With neither trace nor statistics no tag is known, and the residual says how much."""
+        """The ledger now. With neither trace nor statistics no tag is known: all of it is residual."""
         watcher = self.tracing or self.statistics
+        tags = watcher.live_by_tag() if watcher is not None else {}
+        overheads = self.gauge.overheads()
+        total = self.gauge.total
+        is_read = True
+        try:
+            free = self.gauge.read_free()
+        except Exception:  # the context is lost: a ledger of the failure is wanted all the same
+            is_read = False
+            free = max(total - sum(tags.values()) - overheads.total, 0)
         return Ledger.close(
-            total=self.gauge.total,
-            free=self.gauge.read_free(),
-            tags=watcher.live_by_tag() if watcher is not None else {},
-            overheads=self.gauge.overheads(),
+            total=total,
+            free=free,
+            free_is_read=is_read,
+            tags=tags,
+            overheads=overheads,
             moment=moment,
             device=self.gauge.device,
         )
@@ -159,8 +169,8 @@ class MemoryHouse:
         return self.statistics.statistics().to_dict() if self.statistics is not None else None
 
     def last_lines(self, count: int = 100) -> list[str]:
-        """The trace's last `count` records as lines, the unprinted ones too; nothing when tracing is off."""
-        if self.recorder is None:
+        """The trace's last `count` records as lines, the unprinted ones too. None when off or closed."""
+        if self.recorder is None or self.recorder.closed:
             return []
         with self.recorder.reader() as reader:
             piece = reader.last(count)

@@ -1,7 +1,10 @@
 """The ledger: whose every byte of the device is, closing to the total exactly.
 
-``total = free + Σ tags + pool slack + rounding + context + library + other processes + residual``, all signed. The
-residual is what the other entries leave over. It is shown, never hidden.
+::
+
+    total = free + Σ tags + pool slack + rounding + context + library + other processes + residual
+
+All are signed. The residual is what the other entries leave over. It is shown, never hidden.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class Ledger:
     moment: str = ""
     """when it was taken: ``after load``, ``at failure``"""
     device: str = "host"
+    free_is_read: bool = True
+    """False: the device could not be asked, and `free` is what the other entries leave"""
 
     @classmethod
     def close(
@@ -45,6 +50,7 @@ class Ledger:
         overheads: Overheads,
         moment: str = "",
         device: str = "host",
+        free_is_read: bool = True,
     ) -> Self:
         """A ledger out of what was measured."""
         return cls(
@@ -58,6 +64,7 @@ class Ledger:
             other_processes=overheads.other_processes,
             moment=moment,
             device=device,
+            free_is_read=free_is_read,
         )
 
     @property
@@ -100,6 +107,7 @@ class Ledger:
             "device": self.device,
             "total": self.total,
             "free": self.free,
+            "free_is_read": self.free_is_read,
             "segments": self.segments,
             "tags": dict(self.tags),
             "pool_slack": self.pool_slack,
@@ -117,10 +125,11 @@ class Ledger:
         return cls(**{name: value for name, value in facts.items() if name not in derived})
 
     def render(self) -> str:
-        """A table for a person, MiB with the bytes beside them, entries of 0 left out but for the residual."""
+        """A table for a person: MiB with the bytes beside them, without entries of 0 but for the residual."""
         rows = {name: size for name, size in self.entries().items() if size or name == "residual"}
         rows["total"] = self.total
         title = f"memory of the {self.device} device" + (f", {self.moment}" if self.moment else "")
+        title += "" if self.free_is_read else " (free is an estimate)"
         name_width = max(map(len, rows))
         size_width = max(len(f"{size:,}") for size in rows.values())
         lines = [title]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from contextlib import suppress
 from threading import Lock
 from typing import TextIO
 
@@ -174,5 +173,4 @@ class LineWriter:
 
     def close(self) -> None:
         """Stop printing. The stream belongs to the caller and stays open."""
-        with suppress(RuntimeError):
-            self._output = None
+        self._output = None

@@ -12,13 +12,13 @@ import itertools
 import mmap
 import os
 import stat
-import time
-import zlib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
+from time import monotonic_ns, time_ns
 from typing import Self
+from zlib import crc32
 
 from engine.memory.errors import TraceFileError, Why
 from engine.memory.reader import FlightRecorderReader, TraceCursor, TraceSlice
@@ -41,8 +41,6 @@ from engine.memory.record import (
     TEXT_AT,
     WHY_CODES,
     WRITTEN_AT,
-    EventKind,
-    EventState,
     TraceHeader,
     encode_names,
     encode_text,
@@ -51,6 +49,13 @@ from engine.memory.record import (
 __all__ = ["FlightRecorder", "FlightRecorderReader", "TraceCursor", "TraceSlice"]
 
 _MOST_NAMES = 8192
+
+# Looked up once: these run with every allocation.
+_pack_asked = ASKED_STRUCT.pack
+_pack_outcome = OUTCOME_STRUCT.pack
+_put_crc = CRC_STRUCT.pack_into
+_put_counter = COUNTER_STRUCT.pack_into
+_get_counter = COUNTER_STRUCT.unpack_from
 
 
 class FlightRecorder:
@@ -125,7 +130,7 @@ class FlightRecorder:
 
     def begin(
         self,
-        kind: EventKind,
+        kind: int,
         sequence: int,
         size: int,
         pointer: int,
@@ -140,18 +145,18 @@ class FlightRecorder:
         known = self._names.get(key)
         if known is None:
             known = self._encode(key)
-        names, crc = known
+        names, names_crc = known
         index = self._claim()
         at = HEADER_BYTES + (index - 1) % self._capacity * RECORD_BYTES
-        asked = ASKED_STRUCT.pack(
+        asked = _pack_asked(
             index,
             sequence,
             size,
             pointer,
             stream,
             get_ident(),
-            time.monotonic_ns(),
-            time.time_ns(),
+            monotonic_ns(),
+            time_ns(),
             api,
             kind,
             len(requests),
@@ -160,9 +165,9 @@ class FlightRecorder:
         try:
             ring[at : at + NAMES_BYTES] = names
             ring[at + ASKED_AT : at + ASKED_CRC_AT] = asked
-            CRC_STRUCT.pack_into(ring, at + ASKED_CRC_AT, zlib.crc32(asked, crc))
+            _put_crc(ring, at + ASKED_CRC_AT, crc32(asked, names_crc))
             # A hint that spares readers a search. Threads may overtake each other here; readers look further.
-            COUNTER_STRUCT.pack_into(ring, WRITTEN_AT, index)
+            _put_counter(ring, WRITTEN_AT, index)
         except ValueError:  # closed
             return 0
         return index
@@ -170,12 +175,13 @@ class FlightRecorder:
     def end(
         self,
         index: int,
-        state: EventState,
+        state: int,
         pointer: int,
         live: int,
         free: int,
         free_is_read: bool,
-        pool: tuple[int, int] | None = None,
+        pool_used: int = -1,
+        pool_reserved: int = -1,
         retries: int = 0,
         error_code: int = 0,
         why: Why | None = None,
@@ -187,41 +193,47 @@ class FlightRecorder:
         """
         at = HEADER_BYTES + (index - 1) % self._capacity * RECORD_BYTES
         ring = self._ring
-        pool_used, pool_reserved = pool if pool is not None else (-1, -1)
-        flags = (FREE_IS_READ if free_is_read else 0) | (HAS_TEXT if text else 0)
-        outcome = OUTCOME_STRUCT.pack(
+        flags = FREE_IS_READ if free_is_read else 0
+        if text:
+            flags |= HAS_TEXT
+        outcome = _pack_outcome(
             index,
             pointer,
             live,
             free,
             pool_used,
             pool_reserved,
-            time.monotonic_ns(),
+            monotonic_ns(),
             error_code,
-            min(retries, 0xFFFF),
+            retries & 0xFFFF,
             state,
-            WHY_CODES[why],
+            WHY_CODES[why] if why is not None else 0,
             flags,
         )
-        crc = zlib.crc32(outcome)
+        crc = crc32(outcome)
         try:
-            if ring[at + ASKED_AT : at + ASKED_AT + 8] != outcome[:8]:
+            if _get_counter(ring, at + ASKED_AT)[0] != index:
                 return False
             if text:
                 data = encode_text(text).ljust(RECORD_BYTES - TEXT_AT, b"\0")
                 ring[at + TEXT_AT : at + RECORD_BYTES] = data
-                crc = zlib.crc32(data, crc)
+                crc = crc32(data, crc)
             ring[at + OUTCOME_AT : at + OUTCOME_CRC_AT] = outcome
-            CRC_STRUCT.pack_into(ring, at + OUTCOME_CRC_AT, crc)
+            _put_crc(ring, at + OUTCOME_CRC_AT, crc)
         except ValueError:  # closed
             pass
         return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called: nothing more is recorded."""
+        return self._ring.closed
 
     def close(self) -> None:
         """Mark the trace as cleanly closed and let go of the file. Idempotent."""
         if self._ring.closed:
             return
-        COUNTER_STRUCT.pack_into(self._ring, CLOSED_AT, time.time_ns())
+        _put_counter(self._ring, CLOSED_AT, time_ns())
         self._ring.close()
         if self._lock is not None:
             os.close(self._lock)
@@ -231,14 +243,12 @@ class FlightRecorder:
         names = encode_names(*key)
         if len(self._names) >= _MOST_NAMES:
             self._names.clear()
-        known = self._names[key] = (names, zlib.crc32(names))
+        known = self._names[key] = (names, crc32(names))
         return known
 
 
 def _stamped(header: TraceHeader) -> TraceHeader:
-    return replace(
-        header, pid=os.getpid(), created_wall_ns=time.time_ns(), created_monotonic_ns=time.monotonic_ns()
-    )
+    return replace(header, pid=os.getpid(), created_wall_ns=time_ns(), created_monotonic_ns=monotonic_ns())
 
 
 def _refuse_to_replace(path: Path) -> None:

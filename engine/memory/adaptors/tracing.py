@@ -26,9 +26,13 @@ _READ_FREE_FROM = 16 << 20
 """Requests of this size and more are worth the driver's own figure of free memory."""
 
 
+_OK = int(EventState.OK)
+_ALLOC = int(EventKind.ALLOC)
+_FREE = int(EventKind.FREE)
+
 _Block = tuple[int, str, str, int]
 """size, tag, site and #N of a live allocation"""
-_Asked = tuple[EventKind, int, int, int, int, bytes, str, str, tuple[str, ...]]
+_Asked = tuple[int, int, int, int, int, bytes, str, str, tuple[str, ...]]
 """kind, #N, size, pointer, stream, api, tag, site, requests: the arguments of `FlightRecorder.begin`"""
 
 
@@ -74,6 +78,7 @@ class TracingMemoryResource(MemoryAdaptor):
         self._low_free_bytes = low_free_bytes
         self._api = gauge.api.encode()
         self._exact = gauge.exact
+        self._read_free = gauge.read_free
         self._pooled = gauge.read_pool() is not None
         self._next_sequence = itertools.count(1).__next__
         self._lock = RLock()
@@ -124,14 +129,14 @@ class TracingMemoryResource(MemoryAdaptor):
         site = call_site()
         sequence = self._next_sequence()
         stream_id = 0 if stream is None else self._stream_id(stream)
-        asked = (EventKind.ALLOC, sequence, size, 0, stream_id, self._api, tag, site, current_requests())
+        asked = (_ALLOC, sequence, size, 0, stream_id, self._api, tag, site, current_requests())
         index = self.recorder.begin(*asked)
         try:
             ptr = self._upstream.acquire(size, stream)
         except BaseException as error:
             with self._lock:
                 self._failures += 1
-            self._finish(index, asked, 0, self._live, error)
+            self._failed(index, asked, error)
             raise
         self._blocks[ptr] = (size, tag, site, sequence)
         with self._lock:
@@ -139,7 +144,7 @@ class TracingMemoryResource(MemoryAdaptor):
             live = self._live = self._live + size
             if live > self._peak:
                 self._peak = live
-        self._finish(index, asked, ptr, live)
+        self._succeeded(index, asked, ptr, live)
         return ptr
 
     def release(self, ptr: int, size: int, stream: Stream | None) -> None:
@@ -152,62 +157,92 @@ class TracingMemoryResource(MemoryAdaptor):
             raise problem
         _, tag, site, sequence = block
         stream_id = 0 if stream is None else self._stream_id(stream)
-        asked = (EventKind.FREE, sequence, size, ptr, stream_id, self._api, tag, site, current_requests())
+        asked = (_FREE, sequence, size, ptr, stream_id, self._api, tag, site, current_requests())
         index = self.recorder.begin(*asked)
         try:
             self._upstream.release(ptr, size, stream)
         except BaseException as error:
             self._blocks[ptr] = block
-            self._finish(index, asked, ptr, self._live, error)
+            self._failed(index, asked, error)
             raise
         with self._lock:
             self._frees += 1
             live = self._live = self._live - size
-        self._finish(index, asked, ptr, live)
+        self._succeeded(index, asked, ptr, live)
 
     def note(self, text: str, *, kind: EventKind = EventKind.NOTE, size: int = 0, tag: str = "other") -> None:
         """Record and print what is not a request: a retry, a bypass, a free of an unknown pointer."""
         asked = (kind, 0, size, 0, 0, self._api, tag, "", current_requests())
         free, is_read = self._free(0, self._live)
         outcome = _Outcome(EventState.OK, 0, self._live, free, is_read, text=text)
-        self._record(self.recorder.begin(*asked), asked, outcome)
+        self.recorder.end(self.recorder.begin(*asked), *outcome)
         self._print(asked, outcome)
 
     # -- outcomes --------------------------------------------------------------------------------------------
 
-    def _finish(
-        self, index: int, asked: _Asked, pointer: int, live: int, error: BaseException | None = None
-    ) -> None:
-        """Record what came of `asked`, and print it by the print rules."""
+    def _succeeded(self, index: int, asked: _Asked, pointer: int, live: int) -> None:
+        """Record an outcome, print it by the print rules. Runs with every request: no detours."""
         size = asked[2]
-        if isinstance(error, StickyDeviceError):
-            self._device_lost = True
-        free, is_read = self._free(size, live, on_failure=error is not None)
-        pool = self.gauge.read_pool() if self._pooled and not self._device_lost else None
-        retries = 0 if self._exact else self.gauge.last_retries()
-        if error is None:
-            outcome = _Outcome(EventState.OK, pointer, live, free, is_read, pool, retries)
+        if self._exact:
+            free = self._read_free()
+            is_done = self.recorder.end(index, _OK, pointer, live, free, True)
+            if is_done and size < self._min_bytes and free >= self._low_free_bytes:
+                return
+            outcome = _Outcome(EventState.OK, pointer, live, free, True)
         else:
-            why, code, text = None, 0, f"{type(error).__name__}: {error}"
-            if isinstance(error, AllocationError):
-                known = error.request
-                why, code, text = known.why, known.error_code, known.error
-                error.complete(
-                    sequence=asked[1],
-                    free=known.free if known.free is not None else (free if free >= 0 else None),
-                    live=known.live if known.live is not None else live,
-                )
+            free, is_read = self._free(size, live)
             outcome = _Outcome(
-                EventState.FAILED, pointer, live, free, is_read, pool, retries, code, why, text or "?"
+                EventState.OK, pointer, live, free, is_read, *self._pool(), self.gauge.last_retries()
             )
-        self._record(index, asked, outcome)
-        if error is not None or size >= self._min_bytes or free < self._low_free_bytes:
+            is_done = self.recorder.end(index, *outcome)
+        if not is_done:
+            self._record_again(asked, outcome)
+        if size >= self._min_bytes or free < self._low_free_bytes:
             self._print(asked, outcome)
 
-    def _record(self, index: int, asked: _Asked, outcome: _Outcome) -> None:
+    def _failed(self, index: int, asked: _Asked, error: BaseException) -> None:
+        """Record a failure and print it, and complete the exception that carries it."""
+        self._device_lost = self._device_lost or isinstance(error, StickyDeviceError)
+        live = self._live
+        free, is_read = self._free(asked[2], live, on_failure=True)
+        why, code, text = None, 0, f"{type(error).__name__}: {error}"
+        if isinstance(error, AllocationError):
+            request = error.request
+            why, code, text = request.why, request.error_code, request.error
+            error.complete(
+                sequence=asked[1],
+                free=request.free if request.free is not None else (free if is_read else None),
+                live=request.live if request.live is not None else live,
+            )
+        outcome = _Outcome(
+            EventState.FAILED,
+            asked[3],
+            live,
+            free,
+            is_read,
+            *self._pool(),
+            0 if self._exact else self.gauge.last_retries(),
+            code,
+            why,
+            text or "no error text",
+        )
         if not self.recorder.end(index, *outcome):
-            # The ring was lapped while the request ran: it gets a new place, whole.
-            self.recorder.end(self.recorder.begin(*asked), *outcome)
+            self._record_again(asked, outcome)
+        self._print(asked, outcome)
+
+    def _record_again(self, asked: _Asked, outcome: _Outcome) -> None:
+        """The ring was lapped while the request ran: it gets a new place, whole."""
+        self.recorder.end(self.recorder.begin(*asked), *outcome)
+
+    def _pool(self) -> tuple[int, int]:
+        """(used, reserved) bytes of the pool, (-1, -1) where there is none or it cannot be read."""
+        if not self._pooled or self._device_lost:
+            return -1, -1
+        try:
+            return self.gauge.read_pool() or (-1, -1)
+        except Exception:
+            # The request has had its outcome; a reading that fails must not change it.
+            return -1, -1
 
     def _free(self, size: int, live: int, *, on_failure: bool = False) -> tuple[int, bool]:
         """Free bytes of the device, -1 if unknown, and whether they were read rather than estimated."""
@@ -224,7 +259,7 @@ class TracingMemoryResource(MemoryAdaptor):
         try:
             free = self.gauge.read_free()
         except Exception:
-            # The request had its own outcome; a reading that fails must not change it.
+            # As for the pool.
             return estimate, False
         self._last_reading = (free, live)
         return free, True
@@ -234,7 +269,7 @@ class TracingMemoryResource(MemoryAdaptor):
             return
         kind, sequence, size, _, _, api, tag, site, requests = asked
         event = TraceEvent(
-            kind=kind,
+            kind=EventKind(kind),
             state=outcome.state,
             size=size,
             sequence=sequence,
@@ -247,8 +282,8 @@ class TracingMemoryResource(MemoryAdaptor):
             live=outcome.live,
             free=outcome.free if outcome.free >= 0 else None,
             free_is_read=outcome.free_is_read,
-            pool_used=outcome.pool[0] if outcome.pool else None,
-            pool_reserved=outcome.pool[1] if outcome.pool else None,
+            pool_used=outcome.pool_used if outcome.pool_used >= 0 else None,
+            pool_reserved=outcome.pool_reserved if outcome.pool_reserved >= 0 else None,
             retries=outcome.retries,
             error_code=outcome.error_code,
             why=outcome.why,
@@ -273,7 +308,8 @@ class _Outcome(NamedTuple):
     live: int
     free: int
     free_is_read: bool
-    pool: tuple[int, int] | None = None
+    pool_used: int = -1
+    pool_reserved: int = -1
     retries: int = 0
     error_code: int = 0
     why: Why | None = None
