@@ -1,0 +1,156 @@
+"""Runs a scheduled batch on the model: lays out its inputs, calls the model, and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from engine.backend.protocol import Backend, KVLayer, StepBatch, StepInputs, Tensor
+from engine.config import EngineLimits
+from engine.memory.scope import request_scope
+from engine.sampler import INVALID_TOKEN, SampledTokens, SamplingRow, TokenLogprobs
+from engine.scheduler import ScheduledRequest
+
+__all__ = ["BatchLayout", "Model", "ModelRunner", "RequestResult"]
+
+
+class Model(Protocol):
+    """A model whose weights and workspace are in place."""
+
+    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> Tensor:
+        """Logits, float32 [R, V], of the rows that `inputs` asks for."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestResult:
+    """What a step found out about one sequence."""
+
+    scheduled: ScheduledRequest
+    token_id: int | None = None
+    """the next token, if the step reached the end of the known ones"""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    unusable: bool = False
+    """the logits were not numbers; nothing else is set"""
+
+
+class ModelRunner:
+    """The model with its cache, and a layout to fill for each step."""
+
+    def __init__(
+        self, model: Model, backend: Backend, kv_layers: Sequence[KVLayer], limits: EngineLimits
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._kv_layers = kv_layers
+        self._layout = BatchLayout(limits)
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[RequestResult]:
+        """Compute the scheduled tokens, and the next token of each sequence that is at its end.
+
+        Raises
+        ------
+        AllocationError
+            The device failed to give memory, or was lost. The cache behind the sequences' `start` is undefined.
+        """
+        with request_scope(item.request.request_id for item in scheduled):
+            inputs = self._backend.prepare(self._layout.fill(scheduled))
+            logits = self._model.forward(inputs, self._kv_layers)
+            rows = sampling_rows(scheduled)
+            sampled = self._backend.sample(logits, rows)
+        return _results(scheduled, rows, sampled)
+
+
+class BatchLayout:
+    """Preallocated host arrays of the largest step; `fill` returns views of their beginnings."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+        self._block_size = limits.block_size
+        self._count = np.arange(max(limits.max_model_len, seqs), dtype=np.int32)
+        self._token_ids = np.empty(tokens, np.int32)
+        self._positions = np.empty(tokens, np.int32)
+        self._slots = np.empty(tokens, np.int64)
+        self._query_start = np.zeros(seqs + 1, np.int32)
+        self._seq_lens = np.empty(seqs, np.int32)
+        self._block_tables = np.zeros((seqs, limits.max_blocks_per_seq), np.int32)
+        self._logits_rows = np.empty(limits.max_logits_rows, np.int32)
+
+    def fill(self, scheduled: Sequence[ScheduledRequest]) -> StepBatch:
+        """The batch's inputs. Valid until the next call."""
+        t = r = 0
+        for s, item in enumerate(scheduled):
+            request, begin, n = item.request, t, item.num_tokens
+            t += n
+            self._token_ids[begin:t] = request.tokens[item.start : item.end]
+            self._positions[begin:t] = self._count[item.start : item.end]
+            self._query_start[s + 1] = t
+            self._seq_lens[s] = item.end
+            self._block_tables[s, : request.num_blocks] = request.blocks
+            rows = range(begin + item.logits_start - item.start, t)
+            self._logits_rows[r : r + len(rows)] = rows
+            r += len(rows)
+        num_seqs = len(scheduled)
+        positions = self._positions[:t]
+        sequence = np.repeat(self._count[:num_seqs], np.diff(self._query_start[: num_seqs + 1]))
+        block, offset = np.divmod(positions, np.int32(self._block_size))
+        slots = self._slots[:t]
+        slots[:] = self._block_tables[sequence, block]
+        slots *= self._block_size
+        slots += offset
+        return StepBatch(
+            token_ids=self._token_ids[:t],
+            positions=positions,
+            slot_mapping=slots,
+            query_start=self._query_start[: num_seqs + 1],
+            seq_lens=self._seq_lens[:num_seqs],
+            block_tables=self._block_tables[:num_seqs],
+            logits_rows=self._logits_rows[:r],
+        )
+
+
+def sampling_rows(scheduled: Sequence[ScheduledRequest]) -> list[SamplingRow]:
+    """What each row of logits is wanted for, in the order of `BatchLayout`'s rows."""
+    rows = []
+    for item in scheduled:
+        request = item.request
+        output = request.output_token_ids
+        forbidden = tuple(request.stop_token_ids) if len(output) < request.params.min_tokens else ()
+        for position in range(item.logits_start, item.end):
+            known = position + 1 < request.num_tokens
+            rows.append(
+                SamplingRow(
+                    request_id=request.request_id,
+                    params=request.params,
+                    key=request.key,
+                    position=position + 1,
+                    prompt_token_ids=request.prompt_token_ids,
+                    output_token_ids=output,
+                    forbidden_token_ids=forbidden,
+                    target_token_id=int(request.tokens[position + 1]) if known else None,
+                )
+            )
+    return rows
+
+
+def _results(
+    scheduled: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], sampled: SampledTokens
+) -> list[RequestResult]:
+    results = []
+    r = 0
+    for item in scheduled:
+        result = RequestResult(item)
+        for _ in range(item.logits_start, item.end):
+            token, logprobs = int(sampled.token_ids[r]), sampled.logprobs[r]
+            if token == INVALID_TOKEN:
+                result.unusable = True
+            elif rows[r].target_token_id is None:
+                result.token_id, result.logprobs = token, logprobs
+            elif logprobs is not None:
+                result.prompt_logprobs.append(logprobs)
+            r += 1
+        results.append(result)
+    return results
