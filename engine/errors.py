@@ -59,4 +59,14 @@ class EngineError(VtserveError):
 
 
 class EngineDeadError(EngineError):
-    """The engine stopped; nothing more can be asked of it."""
+    """The engine stopped, or did not start; nothing more can be asked of it. The cause is its ``__cause__``.
+
+    Attributes
+    ----------
+    failure_id : str or None
+        The failure record that tells more, and that ``engine-fatal`` on stderr told of already.
+    """
+
+    def __init__(self, message: str, *, failure_id: str | None = None) -> None:
+        super().__init__(message)
+        self.failure_id = failure_id

@@ -23,8 +23,8 @@ __all__ = [
 class LayerStateSpec(Protocol):
     """What one layer keeps about each sequence between steps.
 
-    Paged attention is the only kind yet. A recurrent layer's state (one per sequence, not one per token) would
-    be another: it asks for memory here, and for its place in a step from `KVCacheManager`.
+    Paged attention is the only kind yet. A recurrent layer's state (one per sequence, not one per token)
+    would be another: it asks for memory here, and for its place in a step from `KVCacheManager`.
     """
 
     @property
@@ -110,7 +110,7 @@ class KVCacheManager:
         """tokens that were found there"""
 
     def admit(self, request: Request, *, headroom: int = 0) -> bool:
-        """Give a waiting sequence blocks for all its known tokens; those found in the cache count as computed.
+        """Give a waiting sequence blocks for all its known tokens; those in the cache count as computed.
 
         False, and nothing changed, if that would leave fewer than `headroom` blocks free. At least one token
         is left to compute: the next token's logits come of it.

@@ -54,7 +54,7 @@ class ModelRunner:
         Raises
         ------
         AllocationError
-            The device failed to give memory, or was lost. The cache behind the sequences' `start` is undefined.
+            The device failed to give memory, or was lost. The cache behind each `start` is undefined.
         """
         with request_scope(item.request.request_id for item in scheduled):
             inputs = self._backend.prepare(self._layout.fill(scheduled))

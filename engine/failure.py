@@ -1,0 +1,267 @@
+"""Failure records: what a person needs to know when the engine, or a request in it, died.
+
+A record is one JSON file. Writing it must not fail in turn: whatever cannot be found out any more is left out,
+and whatever cannot be written is said on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.levers import Lever, MemoryDemand, describe_levers, find_levers
+from engine.memory.errors import AllocationError
+from engine.memory.house import MemoryHouse
+from engine.sampling_params import SamplingParams
+
+__all__ = [
+    "ExceptionRecord",
+    "FailureRecord",
+    "FailureReporter",
+    "RequestRecord",
+    "StepRecord",
+    "failure_directory",
+    "read_failure",
+    "summarize_error",
+]
+
+_TRACE_LINES = 200
+
+T = TypeVar("T")
+
+
+class ExceptionRecord(msgspec.Struct, kw_only=True):
+    """The exception that was thrown."""
+
+    type: str
+    message: str
+    traceback: list[str]
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """A serving request that was in the step."""
+
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    blocks: int
+    params: SamplingParams
+    prompt_token_ids: list[int] | None = None
+    """only where prompts are recorded"""
+    prompt: str | None = None
+    """only where prompts are recorded"""
+
+
+class StepRecord(msgspec.Struct, kw_only=True):
+    """The step that failed."""
+
+    step: int
+    prefill_tokens: int
+    decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+
+
+class FailureRecord(msgspec.Struct, kw_only=True):
+    """Everything that is known about one failure."""
+
+    id: str
+    time: str
+    """UTC, ISO 8601"""
+    fatal: bool
+    """the engine stopped; otherwise only the requests of the step failed"""
+    doing: str
+    """what was being done: ``loading DIR``, ``EngineCore busy loop``"""
+    what: str
+    """the exception in one line"""
+    exception: ExceptionRecord
+    allocation: dict[str, Any] | None = None
+    """the request to the memory resource that failed: api, size, tag, site, #N, error, why, free, live"""
+    levers: list[Lever] = []
+    requests: list[RequestRecord] = []
+    step: StepRecord | None = None
+    ledger: dict[str, Any] | None = None
+    statistics: dict[str, Any] | None = None
+    trace: list[str] = []
+    """the memory trace's last lines"""
+    config: EngineConfig | None = None
+    versions: dict[str, str] = {}
+    pid: int = 0
+    path: str | None = None
+    """where the record was written; None if that failed"""
+
+
+class FailureReporter:
+    """Makes failure records, writes them, and says so on stderr.
+
+    Parameters
+    ----------
+    directory
+        Where records are written. Created when the first one is.
+    config
+        Its flags are recorded; `record_prompts` decides about prompts.
+    output
+        Takes the ``engine-fatal`` lines.
+
+    Attributes
+    ----------
+    house, demand, decode
+        Set as the engine is built, as far as it came: the memory house, what the engine needs, and how to
+        turn prompt tokens into text. `demand` is called when memory ran out.
+    """
+
+    def __init__(self, directory: Path, config: EngineConfig, *, output: TextIO) -> None:
+        self.directory = directory
+        self.config = config
+        self.output = output
+        self.house: MemoryHouse | None = None
+        self.demand: Callable[[], MemoryDemand] | None = None
+        self.decode: Callable[[Sequence[int]], str] | None = None
+
+    def report(
+        self,
+        error: BaseException,
+        *,
+        doing: str,
+        fatal: bool,
+        step: StepRecord | None = None,
+        requests: Sequence[RequestRecord] = (),
+    ) -> FailureRecord:
+        """Record that `error` was thrown while `doing`. Never raises."""
+        now = datetime.now(UTC)
+        record = FailureRecord(
+            id=f"{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}",
+            time=now.isoformat(timespec="milliseconds"),
+            fatal=fatal,
+            doing=doing,
+            what=summarize_error(error),
+            exception=ExceptionRecord(
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=str(error),
+                traceback=traceback.format_exception(error),
+            ),
+            step=step,
+            requests=list(requests),
+            config=self.config,
+            versions=_versions(),
+            pid=os.getpid(),
+        )
+        if isinstance(error, AllocationError):
+            record.allocation = error.request.to_dict()
+            record.levers = _attempt(lambda: self._levers(error), [])
+        if (house := self.house) is not None:
+            # After a sticky error the device answers nothing: each of these may fail alone.
+            record.ledger = _attempt(lambda: house.ledger("at failure").to_dict(), None)
+            record.statistics = _attempt(house.statistics_dict, None)
+            record.trace = _attempt(lambda: house.last_lines(_TRACE_LINES), [])
+        for request in record.requests:
+            request.prompt = _attempt(partial(self._prompt, request), None)
+        if fatal:
+            separator = " threw: " if step is not None else ": "
+            self._say(f"engine-fatal: {doing}{separator}{record.what}")
+            if record.allocation is not None:
+                self._say(f"engine-fatal: {describe_levers(record.levers)}")
+        self._write(record)
+        return record
+
+    def dead(self, record: FailureRecord) -> EngineDeadError:
+        """The error for whoever asks more of the engine."""
+        state = "the engine stopped" if record.step is not None else "the engine did not start"
+        where = record.path or f"{record.id} (not written)"
+        return EngineDeadError(f"{state}; failure record: {where}", failure_id=record.id)
+
+    def _prompt(self, request: RequestRecord) -> str | None:
+        if self.decode is None or request.prompt_token_ids is None:
+            return None
+        return self.decode(request.prompt_token_ids)
+
+    def _levers(self, error: AllocationError) -> list[Lever]:
+        return find_levers(error.request, self.demand()) if self.demand is not None else []
+
+    def _write(self, record: FailureRecord) -> None:
+        path = self.directory / f"{record.id}.json"
+        record.path = str(path)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
+        except Exception as error:
+            record.path = None
+            self._say(
+                f"engine-fatal: failure record {record.id} cannot be written to {self.directory}: "
+                f"{summarize_error(error)}"
+            )
+
+    def _say(self, line: str) -> None:
+        with suppress(Exception):  # stderr may be closed
+            print(line, file=self.output, flush=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader finds all of it or nothing, also after a crash."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read_failure(path: Path) -> FailureRecord:
+    """The record in a file. Raises `msgspec.DecodeError` if it is none."""
+    return msgspec.json.decode(path.read_bytes(), type=FailureRecord)
+
+
+def failure_directory(config: EngineConfig, environ: Mapping[str, str]) -> Path:
+    """`failure_dir`, else ``$XDG_STATE_HOME/vtserve/failures``, else the same under ``~/.local/state``."""
+    if config.failure_dir is not None:
+        return Path(config.failure_dir)
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path("~/.local/state").expanduser()) / "vtserve" / "failures"
+
+
+def summarize_error(error: BaseException) -> str:
+    """An exception in one line. An error of ours, or of the system, is told by its text alone."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if type(error).__module__.partition(".")[0] == "engine" and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _attempt(find: Callable[[], T], otherwise: T) -> T:
+    try:
+        return find()
+    except Exception:
+        return otherwise
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for name in ("vtserve", "numpy", "numba", "cuda-core", "cuda-bindings", "safetensors", "tokenizers"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
