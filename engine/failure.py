@@ -1,7 +1,7 @@
 """Failure records: what a person needs to know when the engine, or a request in it, died.
 
-A record is one JSON file. Writing it must not fail in turn: whatever cannot be found out any more is left out,
-and whatever cannot be written is said on stderr.
+A record is one JSON file. Writing it must not fail in turn: whatever cannot be found out any more is left
+out, and whatever cannot be written is said on stderr.
 """
 
 from __future__ import annotations
