@@ -56,8 +56,12 @@ class AttentionStateSpec:
         shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
         with memory_scope(f"kv/{self.name}.k"):
             key = backend.empty(shape, self.dtype)
-        with memory_scope(f"kv/{self.name}.v"):
-            value = backend.empty(shape, self.dtype)
+        try:
+            with memory_scope(f"kv/{self.name}.v"):
+                value = backend.empty(shape, self.dtype)
+        except BaseException:
+            key.buffer.close()  # the traceback would keep it alive
+            raise
         return KVLayer(key, value, self.key_scale, self.value_scale)
 
 
