@@ -147,7 +147,8 @@ class ForeignMemoryResource(PointerResource):
         buffer = self._buffers.pop(ptr, None)
         if buffer is None:
             raise UnknownPointerError(ptr, size)
-        buffer.close(stream)
+        # A buffer on the host has no stream: cuda.core would ask a driver for the one that it is handed here.
+        buffer.close(stream if self.is_device_accessible else None)
 
     @property
     def is_device_accessible(self) -> bool:

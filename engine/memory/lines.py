@@ -42,7 +42,8 @@ def format_line(event: TraceEvent, device: str) -> str:
         fields += [f"live={event.live / _GIB:.2f} GiB", f"free={free}"]
     failed = event.state is EventState.FAILED
     if failed:
-        fields += [f"err={event.text}", f"why={event.why.value if event.why else 'unclassified'}"]
+        error = " ".join(event.text.split())
+        fields += [f"err={error}", f"why={event.why.value if event.why else 'unclassified'}"]
     fields.append(f"tag={event.tag}")
     if event.site and (event.kind is EventKind.ALLOC or failed):
         fields.append(f"site={event.site}")

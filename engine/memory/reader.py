@@ -41,6 +41,7 @@ __all__ = ["FlightRecorderReader", "TraceCursor", "TraceSlice"]
 
 _CHUNK = 8192
 _LOOK_AHEAD = 256
+_MOST_WRITING = 64
 _MOST_INDEX = 1 << 62  # no recorder gets there; a damaged hint may say so
 _UNKNOWN_OUTCOME = {
     "live": 0,
@@ -178,14 +179,15 @@ class FlightRecorderReader:
             sum(piece.torn for piece in slices),
         )
 
-    def chunks(self, start: int = 0) -> Iterator[TraceSlice]:
-        """Like `read`, a bounded number of records at a time."""
+    def chunks(self, start: int = 0, *, patient: bool = True) -> Iterator[TraceSlice]:
+        """Like `read`, a bounded number of records at a time. If not `patient`, a record that is just being
+        written counts as torn."""
         first, newest = self._held()
         at = max(start, 1)
         while at <= newest:
             begin = max(at, first)
             end = min(newest, begin + _CHUNK - 1)
-            records, torn = self._range(begin, end)
+            records, torn = self._range(begin, end, patient=patient)
             # The writer goes on meanwhile: what it overwrote before it was read is missing.
             first = self._held()[0]
             overwritten = max(0, min(first, end + 1) - at)
@@ -220,7 +222,7 @@ class FlightRecorderReader:
     def _held(self) -> tuple[int, int]:
         """The oldest and the newest index in the ring; (1, 0) if it is empty."""
         newest = self._counter(WRITTEN_AT)
-        if newest and not self._is_held(newest):
+        if not self._is_held(newest):
             newest = self._search()
         window = min(_LOOK_AHEAD, self.header.capacity)
         while len(ahead := self._raw(newest + 1, window)[0]):
@@ -228,6 +230,9 @@ class FlightRecorderReader:
         return max(1, newest - self.header.capacity + 1), newest
 
     def _is_held(self, index: int) -> bool:
+        """Whether the header's hint points at a record, or says that there are none and there are none."""
+        if index == 0:
+            return not self._slots(0, 1)["index"].any()
         return index < _MOST_INDEX and len(self._range(index, index)[0]) == 1
 
     def _search(self) -> int:
@@ -252,13 +257,17 @@ class FlightRecorderReader:
         good = (slots["index"] == np.arange(begin, begin + len(slots), dtype=np.uint64)) & _whole(slots)
         return slots[good], slots, good
 
-    def _range(self, begin: int, end: int) -> tuple[np.ndarray, int]:
+    def _range(self, begin: int, end: int, *, patient: bool = True) -> tuple[np.ndarray, int]:
         """The records among indices begin..end (at most one lap), made good, and how many are torn."""
         records, slots, good = self._raw(begin, end - begin + 1)
         torn = 0
-        if not good.all():
-            for place in np.flatnonzero(~good):
-                again = self._read_again(begin + int(place))
+        bad = np.flatnonzero(~good)
+        if len(bad):
+            # After a clean end, or when they are more than a writer has threads, they are damaged and stay
+            # so.
+            attempts = 4 if patient and len(bad) <= _MOST_WRITING and not self.closed_ns else 1
+            for place in bad:
+                again = self._read_again(begin + int(place), attempts)
                 if again is None:
                     torn += 1
                 elif again["index"][0] == begin + place:
@@ -268,12 +277,12 @@ class FlightRecorderReader:
         _make_good(records)
         return records, torn
 
-    def _read_again(self, index: int) -> np.ndarray | None:
+    def _read_again(self, index: int, attempts: int) -> np.ndarray | None:
         """The record `index`, or the one that overwrote it; None if it is torn and stays so."""
         slot = (index - 1) % self.header.capacity
-        for attempt in range(4):
+        for attempt in range(attempts):
             # A writer needs a microsecond, unless it lost the processor in between.
-            time.sleep(0.0005 * attempt)
+            time.sleep(0.0003 * attempt)
             raw = self._slots(slot, 1)
             if len(raw) and raw["index"][0] >= index and _whole(raw)[0]:
                 return raw
@@ -313,20 +322,23 @@ class TraceCursor:
         pieces: list[np.ndarray] = []
         dropped = torn = 0
         first, _ = reader._held()
-        for piece in reader.chunks(self._next):
+        for piece in reader.chunks(self._next, patient=False):
             first, dropped, torn = piece.first, dropped + piece.dropped, torn + piece.torn
             if not len(piece.records):
                 continue
             done = _has_outcome(piece.records)
             pieces.append(piece.records[done])
-            self._open.update(piece.records["index"][~done].tolist())
-            self._next = int(piece.records["index"][-1]) + 1
+            # Open are the requests without an outcome, and the records that are still being written.
+            last = int(piece.records["index"][-1])
+            self._open.update(range(max(self._next, first), last + 1))
+            self._open.difference_update(piece.records["index"][done].tolist())
+            self._next = last + 1
         for index in was_open:
             if index < first:
                 self._open.discard(index)
                 dropped += 1
                 continue
-            record, _ = reader._range(index, index)
+            record, _ = reader._range(index, index, patient=False)
             if len(record) and _has_outcome(record)[0]:
                 self._open.discard(index)
                 pieces.append(record)

@@ -71,7 +71,14 @@ def test_one_root() -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (96, "96 B"), (2048, "2.0 KiB"), (606 << 20, "606.0 MiB"), (3 << 29, "1.50 GiB"), (-5, "-5 B")],
+    [
+        (0, "0 B"),
+        (96, "96 B"),
+        (2048, "2.0 KiB"),
+        (606 << 20, "606.0 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (-5, "-5 B"),
+    ],
 )
 def test_bytes_for_a_person(count: int, text: str) -> None:
     assert describe_bytes(count) == text

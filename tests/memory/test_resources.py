@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_blocks_are_aligned_disjoint_and_writable(sizes: list[int]) -> None:
     buffers = [resource.allocate(size) for size in sizes]
     assert resource.live == sum(sizes)
     spans = sorted((int(buffer.handle), buffer.size) for buffer in buffers)
-    for (address, size), (following, _) in zip(spans, spans[1:], strict=False):
+    for (address, size), (following, _) in itertools.pairwise(spans):
         assert address + max(size, 1) <= following
     for number, (buffer, size) in enumerate(zip(buffers, sizes, strict=True)):
         assert int(buffer.handle) % 64 == 0
@@ -234,7 +235,7 @@ def test_planned_addresses_never_overlap_and_take_whole_steps(granularity: int, 
         assert resource.overheads().rounding == taken - size
         buffer.close()  # and still the address is not given out again
     spans.sort()
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert resource.read_free() == resource.total
 
 

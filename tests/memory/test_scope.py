@@ -46,7 +46,10 @@ def test_an_exception_leaves_the_scope_behind() -> None:
 
 @pytest.mark.parametrize("tag", ["", "weight/a", "Weights", "/kv", "model.layers.0"])
 def test_a_tag_begins_with_a_known_segment(tag: str) -> None:
-    with pytest.raises(ValueError, match="weights, repack, kv, workspace, graph, io, other"), memory_scope(tag):
+    with (
+        pytest.raises(ValueError, match="weights, repack, kv, workspace, graph, io, other"),
+        memory_scope(tag),
+    ):
         pass
 
 

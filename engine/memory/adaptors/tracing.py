@@ -211,6 +211,9 @@ class TracingMemoryResource(MemoryAdaptor):
             why, code, text = request.why, request.error_code, request.error
             error.complete(
                 sequence=asked[1],
+                tag=asked[6],
+                site=asked[7],
+                requests=asked[8],
                 free=request.free if request.free is not None else (free if is_read else None),
                 live=request.live if request.live is not None else live,
             )
