@@ -204,10 +204,8 @@ class FailureReporter:
             write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
         except Exception as error:
             record.path = None
-            self._say(
-                f"engine-fatal: failure record {record.id} cannot be written to {self.directory}: "
-                f"{summarize_error(error)}"
-            )
+            why = summarize_error(error)
+            self._say(f"engine-fatal: failure record {record.id} cannot be written: {why}")
 
     def _say(self, line: str) -> None:
         with suppress(Exception):  # stderr may be closed
@@ -246,7 +244,7 @@ def summarize_error(error: BaseException) -> str:
     """An exception in one line. An error of ours, or of the system, is told by its text alone."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if type(error).__module__.partition(".")[0] == "engine" and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
