@@ -68,7 +68,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.failure: FailureRecord | None = None
         """why the engine stopped, if it did"""
-        self._runner = runner
+        self._runner: ModelRunner | None = runner
         self._eos_token_ids = frozenset(eos_token_ids)
         self._failures = failures
         self._seed = secrets.randbits(64) if seed is None else seed
@@ -106,6 +106,11 @@ class EngineCore:
             if request is not None:
                 self._finish(request)
 
+    def close(self) -> None:
+        """Forget all requests and let go of the model; nothing can be asked any more. Idempotent."""
+        self.abort(list(self._requests))
+        self._runner = None
+
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -130,12 +135,12 @@ class EngineCore:
         EngineDeadError
             The step threw. The failure is recorded (`failure`), and the engine takes no more requests.
         """
-        self._check_alive()
+        runner = self._check_alive()
         self._step += 1
         batch: list[ScheduledRequest] = []
         try:
             batch = self.scheduler.schedule()
-            updates = self._run(batch) if batch else []
+            updates = self._run(runner, batch) if batch else []
         except Exception as error:
             self.failure = self._record(error, batch, fatal=True)
             raise self._failures.dead(self.failure) from error
@@ -183,15 +188,15 @@ class EngineCore:
                 case Shutdown():
                     return False
 
-    def _run(self, batch: Sequence[ScheduledRequest]) -> list[RequestUpdate]:
+    def _run(self, runner: ModelRunner, batch: Sequence[ScheduledRequest]) -> list[RequestUpdate]:
         try:
-            results = self._runner.execute(batch)
+            results = runner.execute(batch)
         except OutOfMemoryError as error:
-            return self._run_one_by_one(batch, error)
+            return self._run_one_by_one(runner, batch, error)
         return self._updates(results)
 
     def _run_one_by_one(
-        self, batch: Sequence[ScheduledRequest], cause: OutOfMemoryError
+        self, runner: ModelRunner, batch: Sequence[ScheduledRequest], cause: OutOfMemoryError
     ) -> list[RequestUpdate]:
         """The batch did not fit: run its sequences alone, and fail those that cannot fit even so.
 
@@ -209,7 +214,7 @@ class EngineCore:
                 error: OutOfMemoryError | None = cause
             else:
                 try:
-                    updates += self._updates(self._runner.execute([item]))
+                    updates += self._updates(runner.execute([item]))
                     error = None
                 except OutOfMemoryError as alone:
                     error = alone
@@ -253,9 +258,12 @@ class EngineCore:
 
     # -- failures and figures ------------------------------------------------------------------------------
 
-    def _check_alive(self) -> None:
+    def _check_alive(self) -> ModelRunner:
         if self.failure is not None:
             raise self._failures.dead(self.failure)
+        if self._runner is None:
+            raise EngineDeadError("the engine is closed")
+        return self._runner
 
     def _fail(self, item: ScheduledRequest, text: str, *, failure_id: str | None = None) -> RequestUpdate:
         """End one request with an error; nothing of its sequence stays in the prefix cache."""

@@ -11,7 +11,7 @@ from engine.errors import ConfigurationError
 from engine.levers import format_size
 from engine.memory.errors import describe_bytes
 
-__all__ = ["KVPlan", "fit_length", "plan_kv_cache"]
+__all__ = ["KVPlan", "fit_length", "least_blocks", "plan_kv_cache"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class KVPlan(msgspec.Struct, frozen=True):
         """One line for the log."""
         return (
             f"KV cache: {self.num_tokens:,} tokens in {self.num_blocks:,} blocks "
-            f"of {self.limits.block_size}, {describe_bytes(nbytes)} of {dtype}; room for {self.concurrency:.2f} sequences "
-            f"of {self.limits.max_model_len:,} tokens"
+            f"of {self.limits.block_size}, {describe_bytes(nbytes)} of {dtype}; "
+            f"room for {self.concurrency:.2f} sequences of {self.limits.max_model_len:,} tokens"
         )
 
 
@@ -71,6 +71,13 @@ def fit_length(config: EngineConfig, limits: EngineLimits, block_bytes: int) -> 
     return _shorten(limits, tokens)
 
 
+def least_blocks(config: EngineConfig, limits: EngineLimits, block_bytes: int) -> int:
+    """Blocks that will be asked for whatever else takes memory."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory // block_bytes
+    return limits.max_blocks_per_seq if config.max_model_len is not None else 1
+
+
 def plan_kv_cache(config: EngineConfig, limits: EngineLimits, block_bytes: int, *, available: int) -> KVPlan:
     """How many blocks to allocate: what `--kv-cache-memory` gives, else what `available` bytes hold.
 
@@ -78,14 +85,11 @@ def plan_kv_cache(config: EngineConfig, limits: EngineLimits, block_bytes: int, 
     of an explicit `--max-model-len`, or one block, even if that will not fit: the allocation then fails, with
     everything that is known about it.
     """
-    if config.kv_cache_memory is not None:
-        return KVPlan(config.kv_cache_memory // block_bytes, limits)
-    usable = limits.max_num_seqs * limits.max_blocks_per_seq
-    num_blocks = min(max(available, 0) // block_bytes, usable)
+    num_blocks = least_blocks(config, limits, block_bytes)
+    if config.kv_cache_memory is None:
+        usable = limits.max_num_seqs * limits.max_blocks_per_seq
+        num_blocks = max(num_blocks, min(available // block_bytes, usable))
     if num_blocks < limits.max_blocks_per_seq:
-        if config.max_model_len is not None:
-            return KVPlan(limits.max_blocks_per_seq, limits)
-        num_blocks = max(num_blocks, 1)
         limits = _shorten(limits, num_blocks * limits.block_size)
     return KVPlan(num_blocks, limits)
 

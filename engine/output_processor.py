@@ -66,25 +66,15 @@ class OutputProcessor:
         self._completions: dict[str, _Completion] = {}
         self._token_texts: dict[int, str] = {}
 
-    def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
-    ) -> list[AddRequest]:
-        """Messages for the core: one request for each of the `n` completions, seeded `seed`, `seed` + 1, …"""
+    def add(self, request: AddRequest) -> list[AddRequest]:
+        """Messages for the core: one for each of the `n` completions, seeded `seed`, `seed` + 1, …"""
+        params, prompt = request.params, request.prompt_token_ids
         messages = []
-        prompt = list(prompt_token_ids)
         for index in range(params.n):
-            core_id = request_id if params.n == 1 else f"{request_id}/{index}"
-            seed = None if params.seed is None else params.seed + index
-            # Only the first completion reports what is the same for all.
-            prompt_logprobs = params.prompt_logprobs if index == 0 else None
-            single = params
-            if params.n > 1:
-                single = msgspec.structs.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
-            messages.append(
-                AddRequest(request_id=core_id, prompt_token_ids=prompt, params=single, priority=priority)
-            )
-            self._completions[core_id] = _Completion(
-                request_id=request_id,
+            message = request if params.n == 1 else _one_of_several(request, index)
+            messages.append(message)
+            self._completions[message.request_id] = _Completion(
+                request_id=request.request_id,
                 index=index,
                 params=params,
                 stream=self._tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens),
@@ -169,3 +159,15 @@ class OutputProcessor:
             text = self._tokenizer.decode([token_id], skip_special_tokens=False)
             self._token_texts[token_id] = text
         return text
+
+
+def _one_of_several(request: AddRequest, index: int) -> AddRequest:
+    params = request.params
+    single = msgspec.structs.replace(
+        params,
+        n=1,
+        seed=None if params.seed is None else (params.seed + index) % 2**64,
+        # They are the same for all: the first completion reports them.
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+    )
+    return msgspec.structs.replace(request, request_id=f"{request.request_id}/{index}", params=single)

@@ -10,6 +10,7 @@ from engine.messages import FinishReason, PositionLogprobs, RequestUpdate
 from engine.output_processor import OutputProcessor
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
+from tests.engine.fakes import request
 
 
 class ByteTokenizer:
@@ -58,7 +59,7 @@ def collect(
 ) -> tuple[CompletionOutput, list[str], list[str]]:
     """The completion, the pieces it came in, and what the core is told to abort."""
     processor = OutputProcessor(ByteTokenizer())
-    processor.add("r", [1], params)
+    processor.add(request("r", [1], params))
     output = RequestOutput("r", None, [1], [CompletionOutput(0)])
     pieces, aborted = [], []
     for update in updates:
@@ -153,7 +154,7 @@ def test_an_error_is_handed_on() -> None:
 def test_n_completions_are_n_core_requests() -> None:
     processor = OutputProcessor(ByteTokenizer())
     params = SamplingParams(n=3, seed=40, prompt_logprobs=1, stop="x")
-    messages = processor.add("r", [1, 2], params, priority=7)
+    messages = processor.add(request("r", [1, 2], params, priority=7))
     assert [message.request_id for message in messages] == ["r/0", "r/1", "r/2"]
     assert [message.params.seed for message in messages] == [40, 41, 42]
     assert [message.params.prompt_logprobs for message in messages] == [1, None, None]
@@ -175,7 +176,7 @@ def test_n_completions_are_n_core_requests() -> None:
 
 
 def test_without_a_seed_completions_have_none() -> None:
-    messages = OutputProcessor(ByteTokenizer()).add("r", [1], SamplingParams(n=2))
+    messages = OutputProcessor(ByteTokenizer()).add(request("r", [1], SamplingParams(n=2)))
     assert [message.params.seed for message in messages] == [None, None]
 
 
@@ -185,7 +186,7 @@ def test_logprobs_come_with_their_tokens_text() -> None:
         request_id="r", new_token_ids=[97], logprobs=[position], prompt_logprobs=[position, position]
     )
     processor = OutputProcessor(ByteTokenizer())
-    processor.add("r", [1, 97, 97], SamplingParams(logprobs=2, prompt_logprobs=2))
+    processor.add(request("r", [1, 97, 97], SamplingParams(logprobs=2, prompt_logprobs=2)))
     output = RequestOutput("r", None, [1, 97, 97], [CompletionOutput(0)])
     output.add(processor.process([update]).deltas[0])
     logprobs = output.outputs[0].logprobs
