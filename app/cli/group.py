@@ -14,6 +14,7 @@ status  meaning
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import traceback
@@ -104,15 +105,17 @@ def debug_option() -> click.Option:
     """``--debug``, which every subcommand has."""
 
     def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            ctx.meta[_DEBUG] = True
+        ctx.meta[_DEBUG] = value
+        logging.basicConfig(
+            level=logging.INFO if value else logging.WARNING, format="%(levelname)s: %(message)s"
+        )
 
     return click.Option(
         ["--debug"],
         is_flag=True,
         expose_value=False,
         callback=remember,
-        help="Show the traceback of a failure.",
+        help="Show tracebacks and what the engine decides.",
     )
 
 

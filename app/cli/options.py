@@ -52,21 +52,33 @@ class Number(click.FloatRange):
 class Flag(click.Option):
     """An option that knows its group in the help, and if the short help shows it.
 
-    Only the first spelling is listed; an alias works all the same.
+    Its line is shorter than click's: the first spelling only (an alias works all the same), ``--[no-]`` for a
+    switch, the default in brackets, no range (a value outside of it is answered with the range).
+
+    Parameters
+    ----------
+    default_text
+        Shown as the default where that is not the value itself: ``"the model's"``.
     """
 
-    def __init__(self, *args: Any, group: str, common: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, group: str, common: bool = False, default_text: str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
         self.common = common
+        self.default_text = default_text
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        record = super().get_help_record(ctx)
-        if record is None or len(self.opts) == 1:
-            return record
-        names, text = record
-        metavar = names.rpartition(" ")[2] if " " in names.rpartition("--")[2] else ""
-        return f"{self.opts[0]} {metavar}".rstrip(), text
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        name = self.opts[0]
+        if self.secondary_opts:
+            name = name.replace("--", "--[no-]", 1)
+        elif not self.is_flag:
+            name += f" {self.make_metavar(ctx).strip('[]')}"
+        default = self.default_text
+        if default is None and isinstance(self.default, int | float | str) and not self.is_bool_flag:
+            default = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return name, f"{self.help}  [{default}]" if default else str(self.help)
 
 
 class HelpfulCommand(click.Command):
@@ -126,7 +138,7 @@ ENGINE = "Engine"
 MEMORY = "Memory"
 SAMPLING = "Sampling"
 FAILURE = "Failure records"
-TRACE = "Memory trace (each has an environment variable; the flag wins)"
+TRACE = "Memory trace"
 
 model_flags = flag_group(
     "model",
@@ -136,7 +148,8 @@ model_flags = flag_group(
             group="Model",
             common=True,
             metavar="DIR|ID",
-            help="Checkpoint directory or Hugging Face id.  [a small demo model]",
+            default_text="a demo model",
+            help="Checkpoint directory or Hub id.",
         ),
         Flag(
             ["--device"],
@@ -151,7 +164,8 @@ model_flags = flag_group(
             group="Model",
             type=click.IntRange(min=1),
             metavar="N",
-            help="CPU threads.  [all cores]",
+            default_text="all cores",
+            help="CPU threads.",
         ),
     ],
 )
@@ -165,15 +179,16 @@ engine_flags = flag_group(
             common=True,
             type=click.Choice(["auto", "fp8", "fp8_e4m3", "bfloat16"]),
             default="auto",
-            metavar="auto|fp8|bfloat16",
-            help="auto follows the checkpoint.",
+            metavar="TYPE",
+            help="auto (the checkpoint's), fp8, bfloat16.",
         ),
         Flag(
             ["--kv-cache-memory", "--kv-cache-memory-bytes", "kv_cache_memory"],
             group=MEMORY,
             common=True,
             type=ByteSize(),
-            help="KV cache, such as 1000000000 or 1GiB.",
+            default_text="what is left",
+            help="KV cache: 1000000000, 1GiB.",
         ),
         Flag(
             ["--gpu-memory-utilization"],
@@ -181,21 +196,22 @@ engine_flags = flag_group(
             type=Number(min=0, max=1, min_open=True),
             metavar="F",
             default=0.9,
-            show_default=True,
-            help="Part of the device that weights, workspace and KV cache may fill.",
+            help="Share of the device to fill, if --kv-cache-memory is not given.",
         ),
         Flag(
             ["--device-memory"],
             group=MEMORY,
             common=True,
             type=ByteSize(),
-            help="Capacity of the CPU device.  [the host's]",
+            default_text="the host's",
+            help="Capacity of the CPU device.",
         ),
         Flag(
             ["--max-num-seqs"],
             group=ENGINE,
             type=click.IntRange(min=1),
             metavar="N",
+            default_text="32 on the CPU",
             help="Sequences that run at once.",
         ),
         Flag(
@@ -203,13 +219,15 @@ engine_flags = flag_group(
             group=ENGINE,
             type=click.IntRange(min=1),
             metavar="N",
-            help="Longest prompt and output together.  [the model's]",
+            default_text="the model's",
+            help="Longest prompt and output together.",
         ),
         Flag(
             ["--max-num-batched-tokens"],
             group=ENGINE,
             type=click.IntRange(min=1),
             metavar="N",
+            default_text="512 on the CPU",
             help="Tokens of one step, prefill and decode together.",
         ),
         Flag(
@@ -217,13 +235,14 @@ engine_flags = flag_group(
             group=ENGINE,
             type=click.IntRange(min=1),
             metavar="N",
-            help="Tokens of one KV cache block.  [16]",
+            default_text="16",
+            help="Tokens of one KV cache block.",
         ),
         Flag(
             ["--enable-prefix-caching/--no-enable-prefix-caching"],
             group=ENGINE,
             default=True,
-            show_default=True,
+            default_text="on",
             help="Reuse the KV blocks of equal prompt beginnings.",
         ),
     ],
@@ -239,7 +258,6 @@ sampling_flags = flag_group(
             type=click.IntRange(min=1),
             metavar="N",
             default=64,
-            show_default=True,
             help="Most tokens to generate.",
         ),
         Flag(
@@ -249,7 +267,7 @@ sampling_flags = flag_group(
             type=Number(min=0),
             metavar="T",
             default=0.0,
-            show_default="0, greedy",
+            default_text="0, greedy",
             help="Randomness of the choice.",
         ),
         Flag(
@@ -258,7 +276,6 @@ sampling_flags = flag_group(
             type=Number(min=0, max=1, min_open=True),
             metavar="P",
             default=1.0,
-            show_default=True,
             help="Keep the likeliest tokens that together reach P.",
         ),
         Flag(
@@ -267,7 +284,7 @@ sampling_flags = flag_group(
             type=click.IntRange(min=-1),
             metavar="K",
             default=0,
-            show_default="0, all",
+            default_text="0, all",
             help="Keep the K likeliest tokens.",
         ),
         Flag(
@@ -276,7 +293,6 @@ sampling_flags = flag_group(
             type=Number(min=0, max=1),
             metavar="P",
             default=0.0,
-            show_default=True,
             help="Drop tokens less likely than P times the likeliest.",
         ),
         Flag(
@@ -294,12 +310,11 @@ sampling_flags = flag_group(
             help="End the output before TEXT; repeatable.",
         ),
         Flag(
-            ["-n", "--n", "n"],
+            ["--n", "-n", "n"],
             group=SAMPLING,
             type=click.IntRange(min=1),
             metavar="N",
             default=1,
-            show_default=True,
             help="Outputs for each prompt.",
         ),
         Flag(
@@ -307,7 +322,7 @@ sampling_flags = flag_group(
             group=SAMPLING,
             type=click.IntRange(min=0),
             metavar="K",
-            help="Log probabilities of each token and the K likeliest, in --output json.",
+            help="Add log probabilities, the K likeliest too, to --output json.",
         ),
         Flag(
             ["--repetition-penalty"],
@@ -315,7 +330,6 @@ sampling_flags = flag_group(
             type=Number(min=0, min_open=True),
             metavar="F",
             default=1.0,
-            show_default=True,
             help="Over 1: avoid tokens of prompt and output.",
         ),
         Flag(
@@ -324,7 +338,6 @@ sampling_flags = flag_group(
             type=Number(min=-2, max=2),
             metavar="F",
             default=0.0,
-            show_default=True,
             help="Avoid tokens of the output.",
         ),
         Flag(
@@ -333,7 +346,6 @@ sampling_flags = flag_group(
             type=Number(min=-2, max=2),
             metavar="F",
             default=0.0,
-            show_default=True,
             help="Avoid tokens by their count in the output.",
         ),
     ],
@@ -347,27 +359,29 @@ trace_flags = flag_group(
             group=TRACE,
             common=True,
             default=None,
-            help="Print large allocations and failures to stderr.",
+            help="Print large allocations and failures.",
         ),
         Flag(
             ["--alloc-stats/--no-alloc-stats"],
             group=TRACE,
             default=None,
-            help="Count requests and bytes by tag; print the table at the end.",
+            help="Count allocations and bytes by tag; a table at the end.",
         ),
         Flag(
             ["--alloc-trace-min-mib"],
             group=TRACE,
             type=Number(min=0),
             metavar="MIB",
-            help="Print requests of this size and more.  [16]",
+            default_text="16",
+            help="Print requests of this size and more.",
         ),
         Flag(
             ["--alloc-trace-low-free-mib"],
             group=TRACE,
             type=Number(min=0),
             metavar="MIB",
-            help="Print everything while less than this is free.  [2048]",
+            default_text="2048",
+            help="Print everything while less than this is free.",
         ),
         Flag(
             ["--alloc-trace-file"],
@@ -381,7 +395,8 @@ trace_flags = flag_group(
             group=TRACE,
             type=click.IntRange(min=64, max=2**24),
             metavar="N",
-            help="Records the file holds before the oldest is overwritten.  [65536]",
+            default_text="65536",
+            help="Records the file holds before the oldest is overwritten.",
         ),
     ],
 )
@@ -394,7 +409,8 @@ failure_flags = flag_group(
             group=FAILURE,
             type=click.Path(file_okay=False),
             metavar="DIR",
-            help="Where failure records go.  [$XDG_STATE_HOME/vtserve/failures]",
+            default_text="$XDG_STATE_HOME/vtserve/failures",
+            help="Where failure records go.",
         ),
         Flag(
             ["--record-prompts"],
