@@ -20,6 +20,7 @@ from app.cli.options import (
     trace_flags,
 )
 
+DEMO_MODEL = "SmolLM2-135M-Instruct"
 DEMO_PROMPT = "The capital of France is"
 
 EPILOG = f"""\b
@@ -92,23 +93,26 @@ def generate(
         texts = [DEMO_PROMPT]
     settings = trace_settings(os.environ, trace)
 
-    from app.cli.progress import Progress
+    import msgspec
+
+    from app.cli.progress import ProgressBar
     from app.cli.statistics import statistics_table
     from app.cli.writers import make_writer
+    from app.demo_model import ensure_demo_model
     from engine.config import EngineConfig
     from engine.llm import LLM
     from engine.sampling_params import SamplingParams
 
     params = SamplingParams(**sampling)
+    wanted = model.pop("model")
+    config = EngineConfig.from_flags(model=wanted or DEMO_MODEL, **model, **engine, **failure)
     # Lines of the trace and a bar that redraws itself would write over each other.
-    progress = Progress(sys.stderr, quiet=settings.trace)
-    if model["model"] is None:
-        from app.demo_model import ensure_demo_model
-
-        model["model"] = str(ensure_demo_model(progress))
-    config = EngineConfig.from_flags(**model, **engine, **failure)
-    with LLM(config, trace=settings, output=sys.stderr, progress=progress) as llm:
-        writer = make_writer(prompts["output"], prompts=texts, n=params.n, model=config.model)
+    with ProgressBar(sys.stderr, quiet=settings.trace) as progress:
+        if wanted is None:
+            config = msgspec.structs.replace(config, model=str(ensure_demo_model(progress)))
+        llm = LLM(config, trace=settings, output=sys.stderr, progress=progress)
+    with llm:
+        writer = make_writer(prompts["output"], prompts=texts, n=params.n, model=wanted or DEMO_MODEL)
         inputs = [llm.chat_prompt(text) for text in texts] if prompts["chat"] else texts
         outputs = llm.generate(inputs, params, on_delta=writer.update if prompts["stream"] else None)
         writer.finish(outputs)
