@@ -1,11 +1,11 @@
 """What watching an allocation costs on the CPU device.
 
-Claim: tracing an allocation costs less than 5 µs at the median, with call site and tag, and statistics less than
-1 µs; with nothing on, nothing. Prints a table and writes benchmarks/results/alloc_trace_cost.json.
+Claim: tracing an allocation costs less than 5 µs at the median, with call site and tag, and statistics less
+than 1 µs; with nothing on, nothing. Prints a table and writes benchmarks/results/alloc_trace_cost.json.
 
-Each round measures every arm once, in a new order, over the same number of blocks; an arm's cost is the median over
-the rounds of its time less the bare resource's in the same round, so that a change of the machine's speed between
-rounds cancels out.
+Each round measures every arm once, in a new order, over the same number of blocks; an arm's cost is the
+median over the rounds of its time less the bare resource's in the same round, so that a change of the
+machine's speed between rounds cancels out.
 
     python benchmarks/alloc_trace_cost.py [--rounds 400] [--blocks 250]
 """
@@ -48,7 +48,9 @@ def measure(resource: MemoryResource, blocks: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--blocks", type=int, default=250)
     options = parser.parse_args()
@@ -62,8 +64,11 @@ def main() -> None:
             "tracing and statistics": TraceSettings(trace=True, stats=True),
         }
         bare = HostMemoryResource(64 << 30)
-        houses = {name: MemoryHouse.build(HostMemoryResource(64 << 30), arm) for name, arm in settings.items()}
-        arms: dict[str, MemoryResource] = {"bare": bare, **{name: house.resource for name, house in houses.items()}}
+        houses = {
+            name: MemoryHouse.build(HostMemoryResource(64 << 30), arm) for name, arm in settings.items()
+        }
+        arms: dict[str, MemoryResource] = {"bare": bare}
+        arms.update((name, house.resource) for name, house in houses.items())
         for resource in arms.values():
             # Once around the ring: the steady state is what counts, not the first touch of its pages.
             for _ in range(65_536 // options.blocks // 2 + 1):
@@ -86,7 +91,8 @@ def main() -> None:
             "allocate_cost_us": statistics.median(mine[0] - base[0] for mine, base in pairs),
             "free_cost_us": statistics.median(mine[1] - base[1] for mine, base in pairs),
         }
-    print(f"{'':24}{'allocate':>10}{'cost':>8}{'free':>10}{'cost':>8}   µs, medians of {options.rounds} rounds")
+    print(f"µs, medians of {options.rounds} rounds")
+    print(f"{'':24}{'allocate':>10}{'cost':>8}{'free':>10}{'cost':>8}")
     for name, row in rows.items():
         target = TARGETS_US.get(name)
         verdict = "" if target is None else f"   target < {target:g}: "

@@ -94,6 +94,7 @@ class FlightRecorderReader:
     def __init__(self, path: Path | str) -> None:
         self.path: Path | None = Path(path)
         self._ring: mmap | None = None
+        self._file = -1
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -101,7 +102,7 @@ class FlightRecorderReader:
         try:
             self.header = self._open(f"{path}")
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     def _open(self, name: str) -> TraceHeader:
@@ -135,6 +136,9 @@ class FlightRecorderReader:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> Self:
         return self

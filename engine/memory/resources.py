@@ -149,6 +149,9 @@ class HostMemoryResource(_CapacityMemoryResource):
     tokens use. Every byte asked for counts against the capacity, no more (``rounding`` is 0); a request of
     0 bytes gets an address of its own and costs nothing.
 
+    As everywhere in cuda.core, *closing* a buffer gives its bytes back at once, under any NumPy view of it; a
+    buffer that is *dropped* keeps them until its last view is gone.
+
     Fails with `OutOfMemoryError`: ``why=full`` when the capacity is used up, ``why=address-space`` when the
     capacity has room and the system refuses.
     """

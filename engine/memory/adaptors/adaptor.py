@@ -34,6 +34,10 @@ class MemoryAdaptor(PointerResource):
         return self._is_host_accessible
 
     @property
+    def is_managed(self) -> bool:
+        return bool(self.upstream.is_managed)
+
+    @property
     def device_id(self) -> int:
         return self._device_id
 
