@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class ProgressBar:
     """One bar after another: bytes, rate and what is left. Called with a label, the bytes done and all bytes.
 
-    Nothing is shown, and rich is not imported, where `output` is no terminal or the bar is `quiet`. A full bar
-    disappears: what stays on the screen is the result.
+    Nothing is shown, and rich is not imported, where `output` is no terminal or the bar is `quiet`. A full
+    bar disappears: what stays on the screen is the result.
     """
 
     def __init__(self, output: TextIO, *, quiet: bool = False) -> None:
