@@ -206,9 +206,11 @@ def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def demo_model() -> Path:
+    from app.cli.progress import ProgressBar
     from app.demo_model import ensure_demo_model
 
-    return ensure_demo_model(None)
+    with ProgressBar(sys.stderr) as progress:
+        return ensure_demo_model(progress)
 
 
 def checkpoint_bytes(model: Path) -> int:
