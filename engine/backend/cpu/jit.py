@@ -29,7 +29,7 @@ REASSOCIATE = frozenset({"contract", "nsz", "reassoc"})
 
 
 def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for the CPU, without the interpreter's lock.
+    """Compile a function for the CPU, without the interpreter's lock. Dividing by zero gives what IEEE 754 says.
 
     Parameters
     ----------
@@ -40,7 +40,9 @@ def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[
     """
 
     def compile_function(function: Callable[..., Any]) -> Any:
-        compiled = numba.njit(parallel=parallel, nogil=True, fastmath=set(fastmath) or False)(function)
+        flags = set(fastmath) or False
+        # numba's own error model branches at every division, and no loop with a branch uses vector registers.
+        compiled = numba.njit(parallel=parallel, nogil=True, fastmath=flags, error_model="numpy")(function)
         try:
             compiled._cache = _KernelCache(function)
         except (RuntimeError, OSError) as error:
