@@ -1,0 +1,117 @@
+"""Sampling: on the device where it can, on the host for rows that want more than a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.backend.cuda.device import CudaDevice
+from engine.backend.cuda.staging import PinnedBuffer
+from engine.backend.cuda.tensor import CudaTensor, address_of
+from engine.backend.protocol import Tensor
+from engine.sampler import SampledTokens, SamplingRow, sample
+
+_THREADS = 1024
+_ROW = np.dtype(
+    [
+        ("key", np.uint64),
+        ("position", np.uint64),
+        ("inverse_temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int32),
+        ("index", np.int32),
+        ("greedy", np.int32),
+    ]
+)
+"""`Row` of kernels/sampling.cu"""
+_LARGEST_VOCABULARY = 1 << 19
+"""The kernel's fixed-point sums hold that many tokens."""
+_LARGEST_INVERSE_TEMPERATURE = 1e30
+"""Beyond, a logit difference of zero times infinity would not be a number."""
+
+
+def row_bytes(max_rows: int) -> int:
+    """Bytes of parameters and of results for `max_rows` rows."""
+    return max_rows * (_ROW.itemsize + 4)
+
+
+def on_device(row: SamplingRow) -> bool:
+    """The row wants nothing but a token, chosen from the logits as they are."""
+    return not row.adjusts_logits and row.num_logprobs is None and row.target_token_id is None
+
+
+class SamplingOperation:
+    """Chooses tokens."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._io: CudaTensor | None = None
+        self._pinned: PinnedBuffer | None = None
+        self._max_rows = 0
+
+    def reserve(self, io: CudaTensor, pinned: PinnedBuffer, max_rows: int) -> None:
+        """`row_bytes` of memory on the device, and as much pinned on the host."""
+        self._io, self._pinned, self._max_rows = io, pinned, max_rows
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        if logits.shape[0] != len(rows):
+            raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
+        fits = logits.shape[1] <= _LARGEST_VOCABULARY
+        device_rows = [index for index, row in enumerate(rows) if fits and on_device(row)]
+        chosen = self._choose(logits, rows, device_rows)
+        if len(device_rows) == len(rows):
+            return SampledTokens(chosen, [None] * len(rows))
+        result = SampledTokens(np.empty(len(rows), np.int32), [None] * len(rows))
+        result.token_ids[device_rows] = chosen
+        others = sorted(set(range(len(rows))) - set(device_rows))
+        host = sample(self._rows_on_host(logits, others), [rows[index] for index in others])
+        for place, index in enumerate(others):
+            result.token_ids[index] = host.token_ids[place]
+            result.logprobs[index] = host.logprobs[place]
+        return result
+
+    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> np.ndarray:
+        """int32, the tokens of the rows `indices`. Waits for the device."""
+        count = len(indices)
+        if count == 0:
+            return np.empty(0, np.int32)
+        assert self._io, "reserve() comes before sample()"
+        assert self._pinned
+        assert count <= self._max_rows, f"{count} rows, {self._max_rows} were reserved"
+        size = count * _ROW.itemsize
+        table = self._pinned.array[:size].view(_ROW)
+        for place, index in enumerate(indices):
+            table[place] = _parameters(rows[index], index)
+        results = self._max_rows * _ROW.itemsize
+        self._device.copy_to_device(self._io.address, self._pinned.address, size)
+        self._device.launch(
+            self._device.kernel("sampling", "sample_rows"),
+            (count,),
+            _THREADS,
+            address_of(logits),
+            self._io.address,
+            logits.shape[1],
+            self._io.address + results,
+        )
+        self._device.copy_to_host(self._pinned.address + results, self._io.address + results, count * 4)
+        self._device.stream.sync()
+        return self._pinned.array[results : results + count * 4].view(np.int32).copy()
+
+    def _rows_on_host(self, logits: Tensor, indices: list[int]) -> np.ndarray:
+        vocabulary = logits.shape[1]
+        result = np.empty((len(indices), vocabulary), np.float32)
+        for place, index in enumerate(indices):
+            row = result[place]
+            self._device.copy_to_host(
+                row.ctypes.data, address_of(logits) + index * vocabulary * 4, vocabulary * 4
+            )
+        self._device.stream.sync()
+        return result
+
+
+def _parameters(row: SamplingRow, index: int) -> tuple[int, int, float, float, float, int, int, bool]:
+    params = row.params
+    inverse = 0.0 if row.greedy else min(1.0 / params.temperature, _LARGEST_INVERSE_TEMPERATURE)
+    return row.key, row.position, inverse, params.top_p, params.min_p, max(params.top_k, 0), index, row.greedy
