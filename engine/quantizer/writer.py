@@ -1,0 +1,162 @@
+"""Writes checkpoints: tensors in shards of bounded size, JSON files, and a directory that appears complete or
+not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from engine.errors import CheckpointError, ConfigurationError
+
+__all__ = ["SHARD_BYTES", "CheckpointWriter", "new_directory"]
+
+SHARD_BYTES = 4 * 2**30
+"""tensors are held back until a shard of this size is full, so this bounds the memory that writing takes"""
+_INDEX = "model.safetensors.index.json"
+
+
+class CheckpointWriter:
+    """Collects tensors and writes them as ``model.safetensors``, or as numbered shards with an index.
+
+    A context manager; `finish` must be called in it. Arrays may have dtypes of `ml_dtypes` (bfloat16,
+    float8_e4m3fn).
+
+    Raises
+    ------
+    CheckpointError
+        A file cannot be written (the disk is full).
+    """
+
+    def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.directory = directory
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, np.ndarray] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        """Take a tensor. `array` must not be changed afterwards."""
+        if self._pending and self._pending_bytes + array.nbytes > self._shard_bytes:
+            self._flush()
+        self._pending[name] = np.ascontiguousarray(array).reshape(array.shape)
+        self._pending_bytes += array.nbytes
+
+    def finish(self) -> None:
+        """Write what is pending and, for several shards, give them their names and the index."""
+        if self._pending or not self._shards:
+            self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._shard_path(0).rename(self.directory / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file_name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._shard_path(number).rename(self.directory / file_name)
+            weight_map.update(dict.fromkeys(names, file_name))
+        index = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        self.write_json(_INDEX, index)
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write one of the checkpoint's JSON files."""
+        path = self.directory / name
+        try:
+            path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pending.clear()
+
+    def _flush(self) -> None:
+        path = self._shard_path(len(self._shards))
+        try:
+            # safetensors makes a file for its owner alone; this one is like any other that the user makes.
+            path.touch()
+            mode = path.stat().st_mode
+            save_file(self._pending, path, metadata={"format": "pt"})
+            path.chmod(mode)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be written: {_reason(error)}") from None
+        self._shards.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def _shard_path(self, number: int) -> Path:
+        return self.directory / f"shard-{number}.partial"
+
+
+@contextlib.contextmanager
+def new_directory(out: Path, *, force: bool = False) -> Iterator[Path]:
+    """A temporary sibling of `out` to write into, which becomes `out` when the block ends well.
+
+    When the block raises, the sibling is removed and `out` is as it was.
+
+    Raises
+    ------
+    ConfigurationError
+        `out` holds something and `force` was not given.
+    CheckpointError
+        The directory cannot be made.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"--out {out}: is a file; expected a directory")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ConfigurationError(f"--out {out}: is not empty; give --force to replace it")
+    partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{partial}: cannot be made: {error.strerror}") from None
+    try:
+        yield partial
+        _sync(partial)
+        if out.is_dir() and any(out.iterdir()):
+            replaced = out.parent / f".{out.name}.replaced-{uuid.uuid4().hex[:8]}"
+            out.rename(replaced)
+            partial.rename(out)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            partial.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written: {_reason(error)}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Push files to the disk, so that after a power cut the name does not stand for files that never got
+    there."""
+    for path in [*directory.iterdir(), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
