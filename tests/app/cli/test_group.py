@@ -134,6 +134,7 @@ def test_every_help_fits_a_screen_and_ends_with_an_example() -> None:
         lines = result.stdout.splitlines()
         assert len(lines) <= 24, arguments
         assert max(map(len, lines)) <= 80, arguments
-        example = lines[lines.index("  Example:") + 1 :]
+        start = next(number for number, line in enumerate(lines) if line in ("  Example:", "  Examples:"))
+        example = lines[start + 1 :]
         assert example, arguments
         assert all(line.startswith("    ") for line in example), arguments
