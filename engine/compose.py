@@ -16,6 +16,7 @@ from engine.backend.protocol import Backend, DType
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig, EngineLimits
 from engine.core import EngineCore
+from engine.devices import choose_device
 from engine.errors import CheckpointError, ConfigurationError
 from engine.failure import FailureReporter, failure_directory
 from engine.injected import adopt
@@ -24,7 +25,6 @@ from engine.kv_sizing import KVPlan, fit_length, least_blocks, plan_kv_cache
 from engine.levers import MemoryDemand
 from engine.memory.errors import TraceFileError
 from engine.memory.house import MemoryHouse
-from engine.memory.resources import HostMemoryResource, host_capacity
 from engine.memory.settings import TraceSettings
 from engine.model.checkpoint import Checkpoint, resolve_model
 from engine.model.config import ModelConfig
@@ -86,7 +86,7 @@ def build_engine(
     output
         Takes trace lines and ``engine-fatal``.
     environ
-        Tells where failure records go.
+        Tells where failure records and compiled kernels go.
     memory
         The device's memory; None: the device's own resource.
     progress
@@ -103,7 +103,7 @@ def build_engine(
     failures = FailureReporter(failure_directory(config, environ), config, output=output)
     parts = ExitStack()
     try:
-        return _build(config, parts, failures, trace, output, memory, progress)
+        return _build(config, parts, failures, trace, output, environ, memory, progress)
     except Exception as error:
         is_users = isinstance(error, _USERS_ERRORS)
         record = None if is_users else failures.report(error, doing=f"loading {config.model}", fatal=True)
@@ -122,17 +122,18 @@ def _build(
     failures: FailureReporter,
     trace: TraceSettings,
     output: TextIO,
+    environ: Mapping[str, str],
     memory: MemoryResource | None,
     progress: Progress | None,
 ) -> Engine:
-    device = _device_name(config)
+    device = choose_device(config, environ)
     checkpoint = Checkpoint.open(resolve_model(config.model))
     model_config = checkpoint.config
     tokenizer = Tokenizer.open(checkpoint.path)
     failures.decode = tokenizer.decode
     limits = EngineLimits.resolve(
         config,
-        device=device,
+        device=device.name,
         vocab_size=model_config.vocab_size,
         max_position_embeddings=model_config.max_position_embeddings,
     )
@@ -141,11 +142,10 @@ def _build(
     block_bytes = bytes_per_block(unscaled, limits.block_size)
     limits = fit_length(config, limits, block_bytes)
 
-    capacity = config.device_memory or host_capacity()
-    upstream, gauge = adopt(memory if memory is not None else HostMemoryResource(capacity), capacity)
-    if not upstream.is_host_accessible:
+    upstream, gauge = adopt(memory if memory is not None else device.open_memory(), device.capacity)
+    if not device.can_use(upstream):
         raise ConfigurationError(
-            f"--device {device}: {type(upstream).__name__} is memory that it cannot read"
+            f"--device {device.name}: it cannot use the memory of {type(upstream).__name__}"
         )
     # An explicit KV cache is checked by allocating it. Else everything must fit the share of the device.
     limit = None if config.kv_cache_memory is not None else int(config.gpu_memory_utilization * gauge.total)
@@ -153,12 +153,12 @@ def _build(
     parts.callback(house.close)
     failures.house = house
 
-    backend = _make_backend(house.resource, config)
+    backend = device.open_backend(house.resource)
     parts.callback(backend.close)
     demand = MemoryDemand(
         config=config,
         limits=limits,
-        device=device,
+        device=device.name,
         total=gauge.total,
         limit=limit,
         weights=checkpoint.nbytes,
@@ -208,18 +208,6 @@ def _build(
         kv_dtype=kv_dtype,
         _parts=parts,
     )
-
-
-def _device_name(config: EngineConfig) -> str:
-    if config.device == "cuda":
-        raise ConfigurationError("--device cuda: there is no CUDA backend here yet; expected cpu")
-    return "cpu"
-
-
-def _make_backend(memory: MemoryResource, config: EngineConfig) -> Backend:
-    from engine.backend.cpu import CpuBackend
-
-    return CpuBackend(memory, threads=config.threads)
 
 
 _KV_DTYPES = {

@@ -1,0 +1,125 @@
+"""The devices an engine can be built on: where their memory comes from, and which backend runs there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from cuda.core import MemoryResource
+
+from engine.backend.protocol import Backend
+from engine.config import EngineConfig
+from engine.errors import ConfigurationError
+from engine.memory.resources import HostMemoryResource, host_capacity
+
+__all__ = ["CpuDevice", "Device", "GpuDevice", "choose_device"]
+
+_log = logging.getLogger(__name__)
+
+
+class Device(Protocol):
+    """What the composition root asks of a device."""
+
+    name: str
+    """``cpu`` or ``cuda``"""
+    capacity: int
+    """bytes that an injected resource is taken to have, if it cannot tell"""
+
+    def open_memory(self) -> MemoryResource:
+        """The device's own resource."""
+
+    def can_use(self, memory: MemoryResource) -> bool:
+        """Whether the backend can read and write what `memory` hands out."""
+
+    def open_backend(self, memory: MemoryResource) -> Backend:
+        """The backend, which asks for every byte through `memory`."""
+
+
+class CpuDevice:
+    """The host: its memory with a capacity, NumPy and numba. A `Device`."""
+
+    name = "cpu"
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.capacity = config.device_memory or host_capacity()
+        self._threads = config.threads
+
+    def open_memory(self) -> MemoryResource:
+        return HostMemoryResource(self.capacity)
+
+    def can_use(self, memory: MemoryResource) -> bool:
+        return bool(memory.is_host_accessible)
+
+    def open_backend(self, memory: MemoryResource) -> Backend:
+        # numba takes a while to import; a refused flag or a broken checkpoint need not wait for it.
+        from engine.backend.cpu import CpuBackend
+
+        return CpuBackend(memory, threads=self._threads)
+
+
+class GpuDevice:
+    """A CUDA device. A `Device`.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no usable GPU, driver or compiler.
+    """
+
+    name = "cuda"
+
+    def __init__(self, environ: Mapping[str, str], index: int = 0) -> None:
+        # Nothing of CUDA is imported where the CPU is asked for.
+        from engine.backend.cuda.device import open_device
+
+        open_device(index)
+        from engine.memory.cuda.device import CudaDeviceAccount, NvmlUsage
+        from engine.memory.cuda.runtime import BoundCudaRuntime
+
+        self._index = index
+        self._cache = _cache_directory(environ) / "kernels"
+        self._runtime = BoundCudaRuntime(index)
+        self._account = CudaDeviceAccount(self._runtime, NvmlUsage(index))
+        self.capacity = self._account.total
+
+    def open_memory(self) -> MemoryResource:
+        from engine.memory.cuda.resources import CudaMallocMemoryResource
+
+        return CudaMallocMemoryResource(self._account, self._runtime, self._index)
+
+    def can_use(self, memory: MemoryResource) -> bool:
+        return bool(memory.is_device_accessible)
+
+    def open_backend(self, memory: MemoryResource) -> Backend:
+        from engine.backend.cuda.backend import CudaBackend
+
+        with self._account.library_step():
+            return CudaBackend(memory, device=self._index, cache_dir=self._cache)
+
+
+def choose_device(config: EngineConfig, environ: Mapping[str, str]) -> Device:
+    """The device of ``--device``; ``auto`` is a GPU if there is a usable one.
+
+    Raises
+    ------
+    ConfigurationError
+        ``cuda`` was asked for, and cannot be had.
+    """
+    if config.device == "cpu":
+        return CpuDevice(config)
+    try:
+        return GpuDevice(environ)
+    except (ConfigurationError, ImportError) as error:
+        if config.device == "cuda":
+            raise ConfigurationError(str(error)) from error
+        _log.info("running on the CPU: %s", error)
+        return CpuDevice(config)
+
+
+def _cache_directory(environ: Mapping[str, str]) -> Path:
+    if own := environ.get("VTSERVE_CACHE"):
+        return Path(own).expanduser()
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "vtserve"

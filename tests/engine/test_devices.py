@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import logging
+from typing import NoReturn
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.devices import choose_device
+from engine.errors import ConfigurationError
+from engine.memory.resources import HostMemoryResource, PlanningMemoryResource, host_capacity
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> NoReturn:
+        raise ConfigurationError("--device cuda: no NVIDIA driver was found")
+
+    monkeypatch.setattr("engine.backend.cuda.device.open_device", refuse)
+
+
+def test_the_cpu_has_the_memory_it_is_given_or_the_hosts() -> None:
+    device = choose_device(EngineConfig(model="m", device="cpu", device_memory=123), {})
+    memory = device.open_memory()
+    assert isinstance(memory, HostMemoryResource)
+    assert (device.name, device.capacity, memory.total) == ("cpu", 123, 123)
+    assert choose_device(EngineConfig(model="m", device="cpu"), {}).capacity == host_capacity()
+    assert device.can_use(memory)
+    assert not device.can_use(PlanningMemoryResource(100))
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu(no_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "engine.devices"):
+        assert choose_device(EngineConfig(model="m"), {}).name == "cpu"
+    assert caplog.messages == ["running on the CPU: --device cuda: no NVIDIA driver was found"]
+
+
+def test_cuda_that_cannot_be_had_is_refused_in_a_line(no_gpu: None) -> None:
+    with pytest.raises(ConfigurationError, match="^--device cuda: no NVIDIA driver was found$"):
+        choose_device(EngineConfig(model="m", device="cuda"), {})
