@@ -36,5 +36,5 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(no_gpu: None, caplog: pytest.LogC
 
 
 def test_cuda_that_cannot_be_had_is_refused_in_a_line(no_gpu: None) -> None:
-    with pytest.raises(ConfigurationError, match="^--device cuda: no NVIDIA driver was found$"):
+    with pytest.raises(ConfigurationError, match=r"^--device cuda: no NVIDIA driver was found$"):
         choose_device(EngineConfig(model="m", device="cuda"), {})
