@@ -48,6 +48,8 @@ later token attends to them (attention sinks, Xiao et al. 2023), so their error 
 PROPAGATION = 0.5
 """how much of the error of earlier layers a linear tries to make good; all of it would fit the calibration
 text's noise"""
+HEADROOM = 1.5
+"""of the global scale over amax / 2688: feedback moves weights past the largest of the original ones"""
 MAX_FEEDBACK_FEATURES = 12_288
 """inputs wider than this are calibrated by the diagonal of their moments: the inverse takes K³ operations"""
 
@@ -224,7 +226,7 @@ class QuantizingBackend:
         """Quantise a stack; the parts share the global scale."""
         weights = [bfloat16_to_float32(part.weight) for part in parts]
         stacked = np.concatenate(weights)
-        global_scale = amax_global_scale(stacked)
+        global_scale = HEADROOM * amax_global_scale(stacked)
         if stacked.shape[1] > MAX_FEEDBACK_FEATURES:
             importance = np.diag(moments.quantized).astype(np.float32)
             done = quantize(stacked, global_scale=global_scale, importance=importance)

@@ -1,0 +1,148 @@
+"""Checkpoints written in shards, and directories that appear complete or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.errors import CheckpointError, ConfigurationError
+from engine.quantizer import writer as writer_module
+from engine.quantizer.source import Source
+from engine.quantizer.writer import CheckpointWriter, new_directory
+
+
+def test_one_shard_is_a_single_file(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        writer.add("a", np.arange(6, dtype=np.float32).reshape(2, 3))
+        writer.add("scalar", np.array(2.5, np.float32))
+        writer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(tensors["a"], [[0, 1, 2], [3, 4, 5]])
+    assert tensors["scalar"].shape == ()
+
+
+def test_shards_are_bounded_numbered_and_indexed(tmp_path: Path) -> None:
+    arrays = {f"t{i}": np.full(100, i, ml_dtypes.bfloat16) for i in range(7)}
+    with CheckpointWriter(tmp_path, shard_bytes=500) as writer:
+        for name, array in arrays.items():
+            writer.add(name, array)
+        writer.finish()
+    (tmp_path / "config.json").write_text("{}")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
+    assert index["metadata"]["total_size"] == 7 * 200
+    assert set(index["weight_map"]) == set(arrays)
+    source = Source(tmp_path)
+    for name, array in arrays.items():
+        assert source.tensors[name].file.name == index["weight_map"][name]
+        np.testing.assert_array_equal(source.tensor(name), array)
+
+
+def test_a_tensor_larger_than_a_shard_is_a_shard(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, shard_bytes=10) as writer:
+        for name in "abc":
+            writer.add(name, np.zeros(100, np.uint8))
+        writer.finish()
+    assert len(list(tmp_path.glob("model-*-of-00003.safetensors"))) == 3
+
+
+def test_files_have_the_modes_of_other_files(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        writer.add("a", np.zeros(1, np.uint8))
+        writer.finish()
+        writer.write_json("config.json", {})
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert len(modes) == 1
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writer_module, "save_file", full)
+
+    def write() -> None:
+        with new_directory(tmp_path / "out") as directory, CheckpointWriter(directory) as writer:
+            writer.add("a", np.zeros(1, np.uint8))
+            writer.finish()
+
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_really_full_disk_is_one_line(tmp_path: Path) -> None:
+    """/dev/full refuses every byte."""
+    (tmp_path / "config.json").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be written: No space left on device"):
+        CheckpointWriter(tmp_path).write_json("config.json", {"a": 1})
+
+
+def test_directory_appears_when_the_block_ends(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with new_directory(out) as directory:
+        (directory / "file").write_text("x")
+        assert not out.exists()
+    assert (out / "file").read_text() == "x"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    def write() -> None:
+        with new_directory(tmp_path / "out") as directory:
+            (directory / "file").write_text("x")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_kept_without_force(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("x")
+    with pytest.raises(ConfigurationError, match="not empty; give --force"), new_directory(out):
+        pass
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigurationError, match="is a file"), new_directory(tmp_path / "file", force=True):
+        pass
+    with new_directory(out, force=True) as directory:
+        (directory / "new").write_text("y")
+        assert (out / "old").exists(), "replaced at the end, not before"
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
+
+
+def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "new").write_text("y")
+    assert (tmp_path / "out" / "new").exists()
+
+
+def test_a_killed_writer_leaves_no_directory(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from engine.quantizer.writer import new_directory\n"
+        "with new_directory(Path(sys.argv[1])) as directory:\n"
+        "    (directory / 'file').write_text('x')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], cwd=root, check=False)
+    assert done.returncode == -9
+    assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.glob(".out.partial-*"))) == 1
