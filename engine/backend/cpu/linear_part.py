@@ -1,0 +1,48 @@
+"""What the parts of a linear layer have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine.backend.cpu.tensor import HostTensor
+from engine.backend.protocol import DType, LinearSource
+
+__all__ = ["Allocate", "LinearPart", "biases", "row_scales"]
+
+Allocate = Callable[[tuple[int, ...], DType], HostTensor]
+"""Makes an uninitialised tensor out of the injected memory."""
+
+
+class LinearPart(Protocol):
+    """Consecutive rows of a linear layer's weight, all of one format."""
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+
+    @property
+    def tensors(self) -> Sequence[HostTensor]:
+        """Everything that is resident."""
+
+    def apply(self, x: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> None:
+        """``out = x @ W.T + bias``; float32 x [T, K], out [T, rows] or columns of a wider array."""
+
+    def scratch_size(self, max_tokens: int) -> int:
+        """float32 elements of scratch that each thread needs for up to `max_tokens` tokens."""
+
+
+def row_scales(sources: Sequence[LinearSource]) -> np.ndarray:
+    """The global scale of each row, float32 [N]."""
+    return np.concatenate([np.full(source.shape[0], source.global_scale, np.float32) for source in sources])
+
+
+def biases(sources: Sequence[LinearSource]) -> np.ndarray:
+    """The bias of each row, float32 [N]; empty if none of the sources has one."""
+    if all(source.bias is None for source in sources):
+        return np.empty(0, np.float32)
+    return np.concatenate(
+        [np.zeros(source.shape[0], np.float32) if source.bias is None else source.bias for source in sources]
+    ).astype(np.float32, copy=False)
