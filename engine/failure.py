@@ -25,8 +25,10 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.levers import Lever, MemoryDemand, describe_levers, find_levers
-from engine.memory.errors import AllocationError
+from engine.memory.errors import AllocationError, AllocationRequest
 from engine.memory.house import MemoryHouse
+from engine.memory.lines import format_line
+from engine.memory.record import EventKind, EventState, TraceEvent
 from engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -175,6 +177,8 @@ class FailureReporter:
         for request in record.requests:
             request.prompt = _attempt(partial(self._prompt, request), None)
         if fatal:
+            if isinstance(error, AllocationError) and house is not None and house.tracing is None:
+                self._say(_failed_line(error.request, house.gauge.device))
             separator = " threw: " if step is not None else ": "
             self._say(f"engine-fatal: {doing}{separator}{record.what}")
             if record.allocation is not None:
@@ -248,6 +252,28 @@ def summarize_error(error: BaseException) -> str:
     if type(error).__module__.partition(".")[0] == "engine" and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _failed_line(request: AllocationRequest, device: str) -> str:
+    """The line that the trace would have printed."""
+    event = TraceEvent(
+        EventKind.ALLOC,
+        EventState.FAILED,
+        request.size,
+        sequence=request.sequence or 0,
+        tag=request.tag,
+        site=request.site,
+        requests=request.requests,
+        request_count=len(request.requests),
+        api=request.api,
+        live=request.live or 0,
+        free=request.free,
+        free_is_read=True,
+        error_code=request.error_code,
+        why=request.why,
+        text=request.error,
+    )
+    return format_line(event, device)
 
 
 def _attempt(find: Callable[[], T], otherwise: T) -> T:

@@ -34,7 +34,7 @@ def format_line(event: TraceEvent, device: str) -> str:
         return f"{start} BYPASS {size} {event.text}"
     if event.state is not EventState.OK:
         start += " PENDING" if event.state is EventState.INTENT else f" {event.state.name}"
-    if event.kind is EventKind.ALLOC:
+    if event.kind is EventKind.ALLOC and event.sequence:  # numbers begin at 1; nothing counts without a trace
         start += f" #{event.sequence}"
     fields = [start, size]
     if event.state in (EventState.OK, EventState.FAILED):
