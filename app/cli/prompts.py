@@ -18,10 +18,8 @@ def gather_prompts(given: Sequence[str], file: str | None) -> list[str]:
     click.BadParameter
         The text is not UTF-8, or the file cannot be read or holds no prompt.
     """
-    for number, prompt in enumerate(given, start=1):
-        if not _is_text(prompt):
-            raise click.BadParameter(f"number {number} is not UTF-8.", param_hint="'--prompt'")
-    return [*given, *(_read_lines(file) if file else [])]
+    texts = [_as_text(prompt, number) for number, prompt in enumerate(given, start=1)]
+    return [*texts, *(_read_lines(file) if file else [])]
 
 
 def _read_lines(file: str) -> list[str]:
@@ -46,10 +44,9 @@ def _read_lines(file: str) -> list[str]:
     return prompts
 
 
-def _is_text(prompt: str) -> bool:
-    """False where the shell handed over bytes that the locale could not decode (surrogate escapes)."""
+def _as_text(prompt: str, number: int) -> str:
+    """The argument read as UTF-8, also where the locale could not decode it (surrogate escapes, PEP 383)."""
     try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return prompt.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise click.BadParameter(f"number {number} is not UTF-8.", param_hint="'--prompt'") from None

@@ -212,6 +212,15 @@ def test_out_of_memory_tells_what_failed_and_leaves_a_record(
     assert record["trace"]
 
 
+def test_the_failed_line_needs_no_trace(generate: Generate) -> None:
+    done = generate("--prompt", "a", "--device-memory", "100KiB")
+    failed, fatal, *_, last = done.stderr.splitlines()
+    assert failed.startswith("[host-alloc] FAILED size=")
+    assert " tag=weights/" in failed
+    assert fatal.startswith("engine-fatal: loading ")
+    assert last.startswith("Error: ")
+
+
 def test_the_lever_that_is_named_works(generate: Generate, tmp_path: Path) -> None:
     generate("--prompt", "a", "--device-memory", "600KiB")
     [path] = (tmp_path / "state" / "vtserve" / "failures").iterdir()

@@ -43,3 +43,9 @@ def test_a_missing_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
         gather_prompts([], str(tmp_path / "absent"))
     with pytest.raises(click.BadParameter, match="number 2 is not UTF-8"):
         gather_prompts(["fine", "not\udcff"], None)
+    with pytest.raises(click.BadParameter, match="number 1 is not UTF-8"):
+        gather_prompts(["lone\ud800"], None)
+
+
+def test_arguments_are_utf8_where_the_locale_is_not() -> None:
+    assert gather_prompts([b"Gr\xc3\xbc\xc3\x9fe".decode("ascii", "surrogateescape")], None) == ["Grüße"]
