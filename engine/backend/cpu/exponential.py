@@ -13,8 +13,8 @@ __all__ = ["exp"]
 def exp(x: float32) -> float32:
     """``e ** x`` to 1.5 units of the last place; arguments are taken to lie in -87.33 .. 88. NaN stays NaN.
 
-    Cephes' expf (Moshier 1992): ``x = n ln 2 + r`` with the constant in two pieces, a polynomial for ``e ** r``, and n
-    in the exponent field.
+    Cephes' expf (Moshier 1992): ``x = n ln 2 + r`` with the constant in two pieces, a polynomial for
+    ``e ** r``, and n in the exponent field.
     """
     # Compared this way round, NaN is left alone.
     x = float32(-87.33) if x < float32(-87.33) else x

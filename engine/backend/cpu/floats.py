@@ -1,8 +1,8 @@
 """E4M3 and bfloat16, the narrow floats of weights and caches, from and to float32.
 
-They are integer operations without tables or branches, so that a loop over them uses vector registers. Rounding is to
-nearest, ties to even. E4M3 is the finite kind of OCP's 8-bit formats (Micikevicius et al. 2022): no infinities, 448
-the largest, NaN is S.1111.111.
+They are integer operations without tables or branches, so that a loop over them uses vector registers.
+Rounding is to nearest, ties to even. E4M3 is the finite kind of OCP's 8-bit formats (Micikevicius et al.
+2022): no infinities, 448 the largest, NaN is S.1111.111.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def encode_e4m3(value: np.float32) -> np.uint8:
     """The nearest E4M3 code, ties to even. What is beyond 448, infinities too, becomes 448; NaN stays NaN."""
     bits = float32(value).view(uint32)
     magnitude = uint32(bits & 0x7FFF_FFFF)
-    # Adding half of the last place that is kept (less one, unless that place is odd) carries as rounding does.
+    # Adding half of the last place that is kept (less one, unless that is odd) carries as rounding does.
     odd = uint32(uint32(magnitude >> 20) & 1)
     normal = uint32(uint32(uint32(magnitude + uint32(0x7_FFFF) + odd) >> 20) - uint32(120 << 3))
     # Float32's spacing at 2^14 is 2^-9, E4M3's smallest step: the addition rounds.

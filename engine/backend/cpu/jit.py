@@ -1,13 +1,16 @@
 """How the CPU backend's kernels are compiled and where the machine code is kept.
 
-Kernels are compiled by numba when they are first called, for the types of that call, and kept on disk. numba looks
-for a changed source only in the file of the kernel itself; a kernel that calls a function of another file would go
-on with the old one. Here a kernel is fresh only if no file of this package has changed.
+Kernels are compiled by numba when they are first called, for the types of that call, and kept on disk. numba
+looks for a changed source only in the file of the kernel itself; a kernel that calls a function of another
+file would go on with the old one. Here a kernel is fresh only if none of this package's modules that its own
+imports has changed either.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -20,21 +23,23 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 __all__ = ["CONTRACT", "REASSOCIATE", "kernel"]
 
 _log = logging.getLogger(__name__)
+_PACKAGE = Path(__file__).parent
 
 CONTRACT = frozenset({"contract"})
-"""``a * b + c`` may become one fused operation. NaN, infinities and the order of operations stay as written."""
+"""``a * b + c`` may become one fused operation. NaN, infinities and the order stay as written."""
 
 REASSOCIATE = frozenset({"contract", "nsz", "reassoc"})
 """Sums may be computed in any order, which is what lets a reduction use vector registers."""
 
 
 def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for the CPU, without the interpreter's lock. Dividing by zero gives what IEEE 754 says.
+    """Compile a function for the CPU. It runs without the interpreter's lock and divides as IEEE 754 says.
 
     Parameters
     ----------
     parallel
-        ``prange`` loops run on numba's threads. They must not be nested: not every threading layer can do that.
+        ``prange`` loops run on numba's threads. They must not be nested: not every threading layer can do
+        that.
     fastmath
         LLVM's fast-math flags: `CONTRACT`, `REASSOCIATE` or nothing.
     """
@@ -42,9 +47,10 @@ def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[
     def compile_function(function: Callable[..., Any]) -> Any:
         flags = set(fastmath) or False
         # numba's own error model branches at every division, and no loop with a branch uses vector registers.
-        compiled = numba.njit(parallel=parallel, nogil=True, fastmath=flags, error_model="numpy")(function)
+        options: dict[str, Any] = {"parallel": parallel, "fastmath": flags, "error_model": "numpy"}
+        compiled: Any = numba.njit(nogil=True, **options)(function)
         try:
-            compiled._cache = _KernelCache(function)
+            compiled._cache = _KernelCache(function)  # type: ignore[no-untyped-call]
         except (RuntimeError, OSError) as error:
             # Neither beside the source nor in the user's cache directory; NUMBA_CACHE_DIR may name another.
             _warn_uncached(str(error))
@@ -53,35 +59,60 @@ def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[
     return compile_function
 
 
-class _PackageLocator:
-    """Where numba would keep the code, stamped with all sources of this package."""
+class _StampedLocator:
+    """Where numba would keep the code, with a stamp of all sources that may be in it."""
 
-    def __init__(self, locator: Any) -> None:
+    def __init__(self, locator: Any, source: Path) -> None:
         self._locator = locator
+        self._source = source
 
     def get_source_stamp(self) -> bytes:
-        return _package_stamp()
+        digest = hashlib.sha256()
+        for source in sorted(_sources(self._source)):
+            digest.update(_digest(source))
+        return digest.digest()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._locator, name)
 
 
-class _KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no types
+class _KernelCacheImpl(CompileResultCacheImpl):
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._locator = _PackageLocator(self._locator)
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._locator = _StampedLocator(self._locator, Path(inspect.getfile(function)))
 
 
-class _KernelCache(FunctionCache):  # type: ignore[misc]
+class _KernelCache(FunctionCache):
     _impl_class = _KernelCacheImpl
 
 
-@lru_cache(maxsize=1)
-def _package_stamp() -> bytes:
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.digest()
+@lru_cache(maxsize=256)
+def _digest(source: Path) -> bytes:
+    return hashlib.sha256(source.read_bytes()).digest()
+
+
+@lru_cache(maxsize=256)
+def _imports(source: Path) -> frozenset[Path]:
+    """The modules of this package that `source` imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_bytes())):
+        if isinstance(node, ast.ImportFrom):
+            names.add(f"{node.module}")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    paths = (_PACKAGE / f"{name.removeprefix(f'{__package__}.')}.py" for name in names)
+    return frozenset(path for path in paths if path.is_file())
+
+
+def _sources(source: Path) -> set[Path]:
+    """`source`, and the modules of this package that it imports, directly or not."""
+    found, open_ends = {source}, [source]
+    while open_ends:
+        fresh = _imports(open_ends.pop()) - found
+        found |= fresh
+        open_ends.extend(fresh)
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -14,26 +14,26 @@ __all__ = ["add_rms_norm", "add_rms_norm_parallel", "rms_norm"]
 
 
 @kernel(fastmath=REASSOCIATE)
-def normalise(x: np.ndarray, weight: np.ndarray, eps: float32, out: np.ndarray) -> None:
+def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     """One row: ``out = x / sqrt(mean(x²) + eps) * weight``. `out` may be `x`."""
     squares = float32(0.0)
     for i in range(x.size):
         squares += x[i] * x[i]
-    factor = float32(1.0) / math.sqrt(squares / float32(x.size) + eps)
+    factor = float32(1.0) / math.sqrt(squares / float32(x.size) + float32(eps))
     for i in range(x.size):
         out[i] = x[i] * factor * weight[i]
 
 
 @kernel()
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float32, out: np.ndarray) -> None:
-    """``out = x / sqrt(mean(x²) + eps) * weight`` for each row; float32 [T, H], weight [H]. `out` may be `x`."""
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """``out = x / sqrt(mean(x²) + eps) * weight``; float32 [T, H], weight [H]. `out` may be `x`."""
     for t in range(x.shape[0]):
         normalise(x[t], weight, eps, out[t])
 
 
 @kernel()
 def add_rms_norm(
-    residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, eps: float32, out: np.ndarray
+    residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray
 ) -> None:
     """``residual += delta``, then ``out = rms_norm(residual)``; float32 [T, H]. `out` may be `delta`."""
     for t in range(residual.shape[0]):
@@ -45,7 +45,7 @@ def add_rms_norm(
 
 @kernel(parallel=True)
 def add_rms_norm_parallel(
-    residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, eps: float32, out: np.ndarray, parts: int
+    residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, parts: int
 ) -> None:
     """`add_rms_norm` with the rows in `parts`."""
     rows = residual.shape[0]

@@ -19,8 +19,8 @@ __all__ = ["HostTensor", "array_of"]
 class HostTensor(Tensor):
     """A tensor and a NumPy view of its bytes, in its dtype's carrier.
 
-    The view shares the buffer through DLPack and keeps it alive: the bytes go back when the last of the tensor,
-    its `rows` and their arrays is dropped. Closing the buffer gives them back at once, under every view.
+    The view shares the buffer through DLPack and keeps it alive: the bytes go back when the last of the
+    tensor, its `rows` and their arrays is dropped, or at once, under every view, when the buffer is closed.
     """
 
     array: np.ndarray = field(repr=False)
