@@ -54,7 +54,7 @@ class CpuDevice:
 
     def open_backend(self, memory: MemoryResource) -> Backend:
         # numba takes a while to import; a refused flag or a broken checkpoint need not wait for it.
-        from engine.backend.cpu import CpuBackend
+        from engine.backend.cpu.backend import CpuBackend
 
         return CpuBackend(memory, threads=self._threads)
 

@@ -97,7 +97,7 @@ def describe_levers(levers: list[Lever]) -> str:
     return "no flag makes it fit"
 
 
-_BACKEND_MARGIN = 4 << 20
+_BACKEND_MARGIN = 8 << 20
 
 
 def _more_device(demand: MemoryDemand, needed: int) -> Iterator[Lever]:

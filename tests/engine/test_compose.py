@@ -93,7 +93,7 @@ def test_out_of_memory_in_the_weights(tmp_path: Path, model: str) -> None:
 def test_the_levers_of_a_record_do_what_they_say(tmp_path: Path, model: str) -> None:
     # 13 MiB for the activations and logits of a large step, and 16 MiB of KV cache.
     flags: dict[str, Any] = {
-        "device_memory": 26 << 20,
+        "device_memory": 32 << 20,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 256,
         "kv_cache_memory": 16 << 20,
@@ -238,7 +238,7 @@ def test_what_is_wrong_with_the_model_takes_no_record(tmp_path: Path, model: str
 
 
 def test_a_step_that_needs_more_than_there_is(tmp_path: Path, model: str) -> None:
-    start = Start(tmp_path, model, device_memory=8 << 20)
+    start = Start(tmp_path, model, device_memory=16 << 20)
     engine = start.engine
     assert engine is not None
     runner: Any = engine.core._runner
