@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.backend.cpu import attention_decode, attention_prefill
+from engine.backend.cpu import attention_prefill
+from engine.backend.cpu.attention_decode import (
+    count_chunks,
+    decode,
+    decode_parallel,
+    partial_floats,
+    scratch_floats,
+)
+from engine.backend.cpu.attention_past import Past
+from engine.backend.cpu.attention_prefill import prefill_parallel
 from engine.backend.cpu.inputs import HostStepInputs
 from engine.backend.cpu.tensor import HostTensor, array_of
 from engine.backend.protocol import AttentionSpec, DType, KVLayer
@@ -50,81 +59,48 @@ class Attention:
         EngineError
             Heads are too large for the scratch.
         """
-        window = spec.sliding_window or 0
-        factor = spec.scale * kv.key_scale if kv.key.dtype is DType.FLOAT8_E4M3 else spec.scale
-        value_scale = kv.value_scale if kv.value.dtype is DType.FLOAT8_E4M3 else 1.0
-        keys, values = array_of(kv.key), array_of(kv.value)
-        positions, tables = array_of(inputs.positions), array_of(inputs.block_tables)
+        scaled = kv.key.dtype is DType.FLOAT8_E4M3
+        past = Past(
+            positions=array_of(inputs.positions),
+            tables=array_of(inputs.block_tables),
+            keys=array_of(kv.key),
+            values=array_of(kv.value),
+            value_scale=kv.value_scale if scaled else 1.0,
+            num_heads=spec.num_heads,
+            factor=spec.scale * kv.key_scale if scaled else spec.scale,
+            window=spec.sliding_window or 0,
+        )
         if inputs.decode_tokens.size:
-            self._decode(qkv, inputs, spec, keys, values, positions, tables, factor, value_scale, window, out)
+            self._decode(qkv, inputs, spec, past, out)
         if inputs.prefill_sequences.size:
-            rows = self._tile_rows(spec)
-            attention_prefill.prefill_parallel(
-                qkv,
-                positions,
-                array_of(inputs.query_start),
-                inputs.prefill_sequences,
-                tables,
-                keys,
-                values,
-                value_scale,
-                spec.num_heads,
-                factor,
-                window,
-                rows,
-                self._scratch,
-                out,
-            )
+            starts, sequences = array_of(inputs.query_start), inputs.prefill_sequences
+            prefill_parallel(qkv, past, starts, sequences, _tile_rows(spec), self._scratch, out)
 
     def _decode(
-        self,
-        qkv: np.ndarray,
-        inputs: HostStepInputs,
-        spec: AttentionSpec,
-        keys: np.ndarray,
-        values: np.ndarray,
-        positions: np.ndarray,
-        tables: np.ndarray,
-        factor: float,
-        value_scale: float,
-        window: int,
-        out: np.ndarray,
+        self, qkv: np.ndarray, inputs: HostStepInputs, spec: AttentionSpec, past: Past, out: np.ndarray
     ) -> None:
-        heads, threads, tokens = spec.num_heads, len(self._scratch), inputs.decode_tokens
-        if attention_decode.scratch_floats(heads, spec.num_kv_heads, spec.head_dim) > SCRATCH_FLOATS:
+        tokens, sequences = inputs.decode_tokens, inputs.decode_sequences
+        threads = len(self._scratch)
+        if scratch_floats(spec.num_heads, spec.num_kv_heads, spec.head_dim) > SCRATCH_FLOATS:
             raise _too_large(spec)
-        arguments = (
-            qkv,
-            positions,
-            tokens,
-            inputs.decode_sequences,
-            tables,
-            keys,
-            values,
-            value_scale,
-            heads,
-            factor,
-            window,
-        )
-        if threads == 1 or inputs.decode_context * heads * spec.head_dim < _SERIAL_WORK:
-            attention_decode.decode(0, 1, *arguments, self._scratch[0], self._partials, False, out)
+        if threads == 1 or inputs.decode_context * spec.num_heads * spec.head_dim < _SERIAL_WORK:
+            decode(0, 1, qkv, past, tokens, sequences, self._scratch[0], self._partials, False, out)
             return
-        # Few tokens would not keep all threads busy; their pasts do, if what the chunks leave behind can be
-        # kept.
+        # Few tokens would not keep all threads busy; their pasts do, if what the chunks leave can be kept.
         split = tokens.size < 4 * threads
         if split:
-            chunks = attention_decode.count_chunks(positions, tokens, window)
-            split = chunks * attention_decode.partial_floats(heads, spec.head_dim) <= _PARTIALS
-        attention_decode.decode_parallel(*arguments, self._scratch, self._partials, split, out)
+            chunks = count_chunks(past.positions, tokens, past.window)
+            split = chunks * partial_floats(spec.num_heads, spec.head_dim) <= _PARTIALS
+        decode_parallel(qkv, past, tokens, sequences, self._scratch, self._partials, split, out)
 
-    @staticmethod
-    def _tile_rows(spec: AttentionSpec) -> int:
-        fixed = attention_prefill.scratch_floats(0, spec.head_dim)
-        each = attention_prefill.scratch_floats(1, spec.head_dim) - fixed
-        rows = min(_TILE_ROWS, (SCRATCH_FLOATS - fixed) // each // 4 * 4)
-        if rows <= 0:
-            raise _too_large(spec)
-        return rows
+
+def _tile_rows(spec: AttentionSpec) -> int:
+    fixed = attention_prefill.scratch_floats(0, spec.head_dim)
+    each = attention_prefill.scratch_floats(1, spec.head_dim) - fixed
+    rows = min(_TILE_ROWS, (SCRATCH_FLOATS - fixed) // each // 4 * 4)
+    if rows <= 0:
+        raise _too_large(spec)
+    return rows
 
 
 def _too_large(spec: AttentionSpec) -> EngineError:

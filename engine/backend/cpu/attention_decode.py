@@ -12,12 +12,13 @@ import numpy as np
 from numba import prange
 from numpy import float32
 
+from engine.backend.cpu.attention_past import Past, first_visible
 from engine.backend.cpu.cache_elements import decode_element
 from engine.backend.cpu.exponential import exp
 from engine.backend.cpu.jit import CONTRACT, kernel
 from engine.backend.cpu.matrix import add_weighted_rows, dot, exponentials, largest
 
-__all__ = ["count_chunks", "decode", "decode_parallel", "first_visible", "partial_floats", "scratch_floats"]
+__all__ = ["count_chunks", "decode", "decode_parallel", "partial_floats", "scratch_floats"]
 
 _CHUNK = 64
 _LONG_CHUNK = 512
@@ -35,12 +36,6 @@ def scratch_floats(num_heads: int, kv_heads: int, head_dim: int) -> int:
 def partial_floats(num_heads: int, head_dim: int) -> int:
     """What a chunk leaves for putting together: each head's weighted values, peak and weights' sum."""
     return num_heads * (head_dim + 2)
-
-
-@kernel()
-def first_visible(position: int, window: int) -> int:
-    """The earliest position that a token at `position` sees; `window` 0 is none."""
-    return max(position + 1 - window, 0) if window > 0 else 0
 
 
 @kernel()
@@ -157,33 +152,23 @@ def decode(
     part: int,
     parts: int,
     qkv: np.ndarray,
-    positions: np.ndarray,
+    past: Past,
     tokens: np.ndarray,
     sequences: np.ndarray,
-    tables: np.ndarray,
-    key_cache: np.ndarray,
-    value_cache: np.ndarray,
-    value_scale: float,
-    num_heads: int,
-    factor: float,
-    window: int,
     scratch: np.ndarray,
     partials: np.ndarray,
     split: bool,
     out: np.ndarray,
 ) -> None:
-    """Part `part` of `parts` of the attention of the batch's `tokens`, int32 [n], of `sequences`, int32 [n].
+    """Part `part` of `parts` of the attention of the step's `tokens`, int32 [n], of `sequences`, int32 [n].
 
     With `split` chunks are dealt out, and their partials are left in `partials` in the order of tokens and
     positions. Without, tokens are dealt out, and finished into `out` float32 [T, heads * D].
 
-    qkv float32 [T, (heads + 2 kv_heads) * D]; caches [blocks, block_size, kv_heads, D]; tables int32 [S, B];
-    factor is the softmax scale times the key scale; scratch float32 [at least `scratch_floats`]; partials
-    float32.
+    qkv float32 [T, (heads + 2 kv_heads) * D]; scratch float32 [at least `scratch_floats`]; partials float32.
     """
-    kv_heads, head_dim = key_cache.shape[2], key_cache.shape[3]
+    num_heads, kv_heads, head_dim = past.num_heads, past.keys.shape[2], past.keys.shape[3]
     size = num_heads * (head_dim + 2)
-    factor32 = float32(factor)
     begin, end = 0, _ROWS * kv_heads * head_dim
     rows = scratch[begin:end].reshape((_ROWS, kv_heads * head_dim))
     begin, end = end, end + num_heads * _LONG_CHUNK
@@ -193,9 +178,9 @@ def decode(
 
     item = 0
     for index in range(tokens.size):
-        t, table = tokens[index], tables[sequences[index]]
-        position = positions[t]
-        visible, chunk = first_visible(position, window), chunk_size(position)
+        t, table = tokens[index], past.tables[sequences[index]]
+        position = past.positions[t]
+        visible, chunk = first_visible(position, past.window), chunk_size(position)
         query = qkv[t, : num_heads * head_dim].reshape((num_heads, head_dim))
         # Chunks begin at multiples of their size, so that a sliding window does not move their borders.
         first = visible // chunk * chunk
@@ -208,12 +193,12 @@ def decode(
             if mine:
                 attend_chunk(
                     query,
-                    key_cache,
-                    value_cache,
+                    past.keys,
+                    past.values,
                     table,
                     max(begin, visible),
                     min(begin + chunk, position + 1),
-                    factor32,
+                    float32(past.factor),
                     rows,
                     weights,
                     state if split or begin == first else partial,
@@ -222,47 +207,33 @@ def decode(
                     merge(state, partial)
         if not split:
             if mine:
-                finish(state, value_scale, out[t])
+                finish(state, past.value_scale, out[t])
             item += 1
 
 
 @kernel()
-def finish_split(
-    positions: np.ndarray,
-    tokens: np.ndarray,
-    num_heads: int,
-    head_dim: int,
-    value_scale: float,
-    window: int,
-    partials: np.ndarray,
-    out: np.ndarray,
-) -> None:
+def finish_split(past: Past, tokens: np.ndarray, partials: np.ndarray, out: np.ndarray) -> None:
     """Put together what `decode` left in `partials` when it split the work by chunks."""
+    num_heads, head_dim = past.num_heads, past.keys.shape[3]
     size = num_heads * (head_dim + 2)
     item = 0
     for t in tokens:
+        position = past.positions[t]
         state = partials[item * size : (item + 1) * size].reshape((num_heads, head_dim + 2))
-        chunks = positions[t] // chunk_size(positions[t]) + 1
-        chunks -= first_visible(positions[t], window) // chunk_size(positions[t])
+        chunk = chunk_size(position)
+        chunks = position // chunk - first_visible(position, past.window) // chunk + 1
         for later in range(item + 1, item + chunks):
             merge(state, partials[later * size : (later + 1) * size].reshape((num_heads, head_dim + 2)))
-        finish(state, value_scale, out[t])
+        finish(state, past.value_scale, out[t])
         item += chunks
 
 
 @kernel(parallel=True)
 def decode_parallel(
     qkv: np.ndarray,
-    positions: np.ndarray,
+    past: Past,
     tokens: np.ndarray,
     sequences: np.ndarray,
-    tables: np.ndarray,
-    key_cache: np.ndarray,
-    value_cache: np.ndarray,
-    value_scale: float,
-    num_heads: int,
-    factor: float,
-    window: int,
     scratch: np.ndarray,
     partials: np.ndarray,
     split: bool,
@@ -271,25 +242,6 @@ def decode_parallel(
     """`decode` in as many parts as `scratch`, [parts, at least `scratch_floats`], has rows."""
     parts = scratch.shape[0]
     for part in prange(parts):
-        decode(
-            part,
-            parts,
-            qkv,
-            positions,
-            tokens,
-            sequences,
-            tables,
-            key_cache,
-            value_cache,
-            value_scale,
-            num_heads,
-            factor,
-            window,
-            scratch[part],
-            partials,
-            split,
-            out,
-        )
+        decode(part, parts, qkv, past, tokens, sequences, scratch[part], partials, split, out)
     if split:
-        head_dim = key_cache.shape[3]
-        finish_split(positions, tokens, num_heads, head_dim, value_scale, window, partials, out)
+        finish_split(past, tokens, partials, out)

@@ -11,7 +11,7 @@ import numpy as np
 from numba import prange
 from numpy import float32
 
-from engine.backend.cpu.attention_decode import first_visible
+from engine.backend.cpu.attention_past import Past, first_visible
 from engine.backend.cpu.cache_elements import decode_element
 from engine.backend.cpu.exponential import exp
 from engine.backend.cpu.jit import CONTRACT, kernel
@@ -84,14 +84,9 @@ def update_softmax(
 @kernel(fastmath=CONTRACT)
 def attend_tile(
     qkv: np.ndarray,
-    positions: np.ndarray,
-    table: np.ndarray,
-    key_cache: np.ndarray,
-    value_cache: np.ndarray,
-    value_scale: float,
-    num_heads: int,
-    factor: float,
-    window: int,
+    past: Past,
+    sequence: int,
+    first_token: int,
     head: int,
     first_row: int,
     rows: int,
@@ -100,10 +95,10 @@ def attend_tile(
 ) -> None:
     """Rows from `first_row` on of one sequence's chunk: row r is head ``r % G`` of token ``r // G``.
 
-    qkv, positions and out hold the chunk's tokens only.
+    `first_token` is the chunk's first in the step; the other arrays are those of `prefill`.
     """
-    kv_heads, head_dim = key_cache.shape[2], key_cache.shape[3]
-    group = num_heads // kv_heads
+    kv_heads, head_dim = past.keys.shape[2], past.keys.shape[3]
+    group = past.num_heads // kv_heads
     depth = (head_dim + 3) // 4 * 4
     begin, end = 0, rows * depth
     query = scratch[begin:end].reshape((rows, depth))
@@ -117,36 +112,40 @@ def attend_tile(
     keys = scratch[begin:end].reshape((depth, KEYS))
     begin, end = end, end + depth * KEYS
     values = scratch[begin:end].reshape((KEYS, depth))
+    table, window = past.tables[sequence], past.window
+    first_position = past.positions[first_token]
 
     values[:, head_dim:] = float32(0.0)
     for r in range(rows):
-        t, column = (first_row + r) // group, (head * group + (first_row + r) % group) * head_dim
+        t = first_token + (first_row + r) // group
+        column = (head * group + (first_row + r) % group) * head_dim
         for i in range(head_dim):
-            query[r, i] = qkv[t, column + i] * float32(factor)
+            query[r, i] = qkv[t, column + i] * float32(past.factor)
         query[r, head_dim:] = float32(0.0)
         summed[r, :] = float32(0.0)
         state[r, 0] = float32(-np.inf)
         state[r, 1] = float32(0.0)
 
-    begin = first_visible(positions[first_row // group], window) // KEYS * KEYS
-    end = positions[(first_row + rows - 1) // group] + 1
+    begin = first_visible(first_position + first_row // group, window) // KEYS * KEYS
+    end = first_position + (first_row + rows - 1) // group + 1
     for first in range(begin, end, KEYS):
         count = min(KEYS, end - first)
         width = (count + 3) // 4 * 4
-        load_tile(key_cache, table, head, first, count, values)
+        load_tile(past.keys, table, head, first, count, values)
         transpose(values, count, keys)
         scores[:, :width] = float32(0.0)
         accumulate_product(query, keys, scores, rows, depth, count)
-        load_tile(value_cache, table, head, first, count, values)
+        load_tile(past.values, table, head, first, count, values)
         for r in range(rows):
-            position = positions[(first_row + r) // group]
+            position = first_position + (first_row + r) // group
             low = max(first_visible(position, window) - first, 0)
             high = min(position + 1 - first, count)
             update_softmax(scores[r], min(low, width), high, width, state[r], summed[r])
         accumulate_product(scores, values, summed, rows, width, depth)
     for r in range(rows):
-        t, column = (first_row + r) // group, (head * group + (first_row + r) % group) * head_dim
-        scale = float32(value_scale) / state[r, 1]
+        t = first_token + (first_row + r) // group
+        column = (head * group + (first_row + r) % group) * head_dim
+        scale = float32(past.value_scale) / state[r, 1]
         for i in range(head_dim):
             out[t, column + i] = summed[r, i] * scale
 
@@ -156,68 +155,37 @@ def prefill(
     part: int,
     parts: int,
     qkv: np.ndarray,
-    positions: np.ndarray,
+    past: Past,
     query_start: np.ndarray,
-    chunks: np.ndarray,
-    tables: np.ndarray,
-    key_cache: np.ndarray,
-    value_cache: np.ndarray,
-    value_scale: float,
-    num_heads: int,
-    factor: float,
-    window: int,
+    sequences: np.ndarray,
     tile_rows: int,
     scratch: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Part `part` of `parts` of the attention of the sequences in `chunks`, int32 [n], by tiles.
+    """Part `part` of `parts` of the attention of all tokens of `sequences`, int32 [n]; tiles are dealt out.
 
-    qkv float32 [T, (heads + 2 kv_heads) * D]; caches [blocks, block_size, kv_heads, D]; tables int32 [S, B];
-    factor is the softmax scale times the key scale; scratch float32, `scratch_floats` of `tile_rows`; out
-    float32 [T, heads * D].
+    qkv float32 [T, (heads + 2 kv_heads) * D]; query_start int32 [S + 1]; scratch float32, `scratch_floats` of
+    `tile_rows`; out float32 [T, heads * D].
     """
-    kv_heads = key_cache.shape[2]
-    group = num_heads // kv_heads
+    kv_heads = past.keys.shape[2]
     item = 0
-    for index in range(chunks.size):
-        s = chunks[index]
+    for s in sequences:
         first, last = query_start[s], query_start[s + 1]
-        total = (last - first) * group
+        total = (last - first) * (past.num_heads // kv_heads)
         for row in range(0, total, tile_rows):
             for h in range(kv_heads):
                 if item % parts == part:
-                    attend_tile(
-                        qkv[first:last],
-                        positions[first:last],
-                        tables[s],
-                        key_cache,
-                        value_cache,
-                        value_scale,
-                        num_heads,
-                        factor,
-                        window,
-                        h,
-                        row,
-                        min(tile_rows, total - row),
-                        scratch,
-                        out[first:last],
-                    )
+                    rows = min(tile_rows, total - row)
+                    attend_tile(qkv, past, s, first, h, row, rows, scratch, out)
                 item += 1
 
 
 @kernel(parallel=True)
 def prefill_parallel(
     qkv: np.ndarray,
-    positions: np.ndarray,
+    past: Past,
     query_start: np.ndarray,
-    chunks: np.ndarray,
-    tables: np.ndarray,
-    key_cache: np.ndarray,
-    value_cache: np.ndarray,
-    value_scale: float,
-    num_heads: int,
-    factor: float,
-    window: int,
+    sequences: np.ndarray,
     tile_rows: int,
     scratch: np.ndarray,
     out: np.ndarray,
@@ -225,21 +193,4 @@ def prefill_parallel(
     """`prefill` in as many parts as `scratch`, [parts, at least `scratch_floats`], has rows."""
     parts = scratch.shape[0]
     for part in prange(parts):
-        prefill(
-            part,
-            parts,
-            qkv,
-            positions,
-            query_start,
-            chunks,
-            tables,
-            key_cache,
-            value_cache,
-            value_scale,
-            num_heads,
-            factor,
-            window,
-            tile_rows,
-            scratch[part],
-            out,
-        )
+        prefill(part, parts, qkv, past, query_start, sequences, tile_rows, scratch[part], out)
