@@ -51,9 +51,8 @@ def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[
         compiled: Any = numba.njit(nogil=True, **options)(function)
         try:
             compiled._cache = _KernelCache(function)  # type: ignore[no-untyped-call]
-        except (RuntimeError, OSError) as error:
-            # Neither beside the source nor in the user's cache directory; NUMBA_CACHE_DIR may name another.
-            _warn_uncached(str(error))
+        except (RuntimeError, OSError):  # neither beside the source nor in the user's cache directory
+            _warn_uncached()
         return compiled
 
     return compile_function
@@ -84,6 +83,12 @@ class _KernelCacheImpl(CompileResultCacheImpl):
 
 class _KernelCache(FunctionCache):
     _impl_class = _KernelCacheImpl
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except OSError:  # the disk is full
+            _warn_uncached()
 
 
 @lru_cache(maxsize=256)
@@ -116,5 +121,9 @@ def _sources(source: Path) -> set[Path]:
 
 
 @lru_cache(maxsize=1)
-def _warn_uncached(reason: str) -> None:
-    _log.warning("compiled kernels are not kept: %s (NUMBA_CACHE_DIR names a directory for them)", reason)
+def _warn_uncached() -> None:
+    _log.warning(
+        "compiled kernels cannot be kept beside %s or in the user's cache directory, and will be compiled at "
+        "each start; NUMBA_CACHE_DIR can name a directory for them",
+        _PACKAGE,
+    )
