@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,7 @@ def attention(bench: Bench, rng: np.random.Generator, copy: float) -> list[dict[
         inputs = backend.prepare(batch_of([length] * sequences, [1] * sequences, LIMITS.max_blocks_per_seq))
         assert isinstance(inputs, CudaStepInputs)
         kv_bytes = 2 * sequences * length * KV_HEADS * HEAD_DIM
-        for splits in (None, 1, 2, 3, 4, 6, 8, 12, 16):
+        for splits in (None, 1, 2, 3, 4, 8, 16):
             if splits is not None and (
                 splits * sequences > 256 or (sequences, length) not in ((32, 4096), (1, 4096))
             ):
@@ -295,6 +296,43 @@ def attention(bench: Bench, rng: np.random.Generator, copy: float) -> list[dict[
 def sampling_rows(count: int, **params: Any) -> list[SamplingRow]:
     empty = np.empty(0, np.int32)
     return [SamplingRow(str(i), SamplingParams(**params), i + 1, 7, empty, empty) for i in range(count)]
+
+
+def small_kernels(bench: Bench, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Kernels that follow each other on one token: what a launch costs."""
+    backend, results = bench.backend, []
+    x, y, z = (backend.from_host(random_bf16(rng, 32, 2 * INTERMEDIATE), DType.BFLOAT16) for _ in range(3))
+    weight = backend.from_host(np.ones(HIDDEN, np.float32), DType.FLOAT32)
+    spec = attention_spec(backend)
+    for tokens in (1, 32):
+        layer = kv_layers(backend, 1, tokens * 256 // BLOCK)[0]
+        inputs = backend.prepare(batch_of([192] * tokens, [1] * tokens, LIMITS.max_blocks_per_seq))
+        assert isinstance(inputs, CudaStepInputs)
+        narrow = [replace(tensor, shape=(tokens, HIDDEN)) for tensor in (x, y, z)]
+        qkv = replace(x, shape=(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM))
+        wide, activated = (
+            replace(x, shape=(tokens, 2 * INTERMEDIATE)),
+            replace(y, shape=(tokens, INTERMEDIATE)),
+        )
+        calls = {
+            "rms_norm": partial(backend.rms_norm, narrow[0], weight, 1e-6, out=narrow[1]),
+            "add_rms_norm": partial(backend.add_rms_norm, narrow[0], narrow[2], weight, 1e-6, out=narrow[1]),
+            "silu_and_mul": partial(backend.silu_and_mul, wide, out=activated),
+            "rope": partial(backend.rope_and_store_kv, qkv, inputs, layer, spec),
+            "attention": partial(backend.attention, qkv, inputs, layer, spec, out=narrow[1]),
+            "arrange": partial(backend._linear._arrange, x.address, tokens, HIDDEN),
+        }
+        for name, call in calls.items():
+            entry: dict[str, Any] = {"kernel": name, "tokens": tokens}
+            for overlap in (True, False):
+                backend.device._overlaps = overlap
+                backend.device._configs.clear()
+                key = "microseconds" if overlap else "microseconds without overlap"
+                entry[key] = bench.seconds([call] * 100) * 1e6
+            backend.device._overlaps = True
+            backend.device._configs.clear()
+            results.append(entry)
+    return results
 
 
 class DecodeStep:
@@ -386,6 +424,8 @@ def decode_step(bench: Bench, rng: np.random.Generator) -> list[dict[str, Any]]:
                 step.run(inputs, layers)
             backend.synchronize()
             entry["microseconds without graph"] = (time.perf_counter() - begin) / 10 * 1e6
+        logits = rng.normal(0, 2.5, (sequences, VOCABULARY)).astype(np.float32)
+        backend._staging.upload(step.logits.address, logits)
         for name, params in {
             "greedy": {"temperature": 0.0},
             "temperature": {},
@@ -441,13 +481,11 @@ def run_tests(out: Path) -> dict[str, Any]:
 def print_table(title: str, entries: Sequence[dict[str, Any]]) -> None:
     print(f"\n{title}")
     for entry in entries:
-        print(
-            "  "
-            + "  ".join(
-                f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
-                for key, value in entry.items()
-            )
+        values = (
+            f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in entry.items()
         )
+        print("  " + "  ".join(values))
     sys.stdout.flush()
 
 
@@ -457,7 +495,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--skip-tests", action="store_true")
-    parser.add_argument("--only", nargs="*", default=["linear", "attention", "step"])
+    parser.add_argument("--only", nargs="*", default=["linear", "attention", "small", "step"])
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     if not arguments.skip_tests:
@@ -471,7 +509,8 @@ def main() -> None:
     memory = CudaMallocMemoryResource(CudaDeviceAccount(runtime, NvmlUsage()), runtime)
     begin = time.perf_counter()
     backend = CudaBackend(memory, cache_dir=None)
-    backend._linear.load(list(WeightFormat))
+    widest = [LinearSource("widest", format, (16, 12_288), np.empty(0, np.uint8)) for format in WeightFormat]
+    backend._linear.load(widest)
     results["compile_seconds"] = time.perf_counter() - begin
     backend.reserve(LIMITS)
     bench, rng = Bench(backend), np.random.default_rng(0)
@@ -505,6 +544,10 @@ def main() -> None:
     if "attention" in arguments.only:
         results["attention"] = attention(bench, rng, copy)
         print_table("attention", results["attention"])
+        save()
+    if "small" in arguments.only:
+        results["small"] = small_kernels(bench, rng)
+        print_table("small kernels", results["small"])
         save()
     if "step" in arguments.only:
         results["step"] = decode_step(bench, rng)

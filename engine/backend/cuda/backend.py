@@ -44,9 +44,11 @@ _MODULES = (
     "attention_prefill",
     "attention_any",
     "sampling",
+    "tiling",
 )
 _ROW_THREADS = 256
-_ROPE_THREADS = 256
+_ROPE_HEADS = 4
+"""heads that a block of rope_and_store_kv takes"""
 _SILU_COLUMNS = 8 * _ROW_THREADS
 """columns that a block of silu_and_mul takes at once"""
 
@@ -135,7 +137,7 @@ class CudaBackend:
     @allocation_helper
     def load_linear(self, parts: Sequence[LinearSource]) -> Linear:
         """One resident linear out of parts stacked along N; neighbours of one format share a buffer."""
-        self._linear.load([part.format for part in parts])
+        self._linear.load(parts)
         return self._uploader.load(parts)
 
     def as_table(self, linear: Linear) -> Tensor:
@@ -165,11 +167,12 @@ class CudaBackend:
                 f"{attention_module.BLOCK_SIZE_MULTIPLE}"
             )
         self._staging.close()
-        partial_bytes, arrived_bytes = linear_module.workspace_bytes(self.device.multiprocessors)
-        partials = self._reserve("workspace/linear.partials", partial_bytes)
-        arrived = self._reserve("workspace/linear.arrived", arrived_bytes)
+        scratch = self._linear.scratch(limits.max_tokens)
+        partials = self._reserve("workspace/linear.partials", scratch.partials)
+        arrived = self._reserve("workspace/linear.arrived", scratch.arrived)
         self.device.clear(arrived.address, arrived.nbytes)
-        self._linear.reserve(partials, arrived)
+        arranged = self._reserve("workspace/linear.arranged", scratch.arranged) if scratch.arranged else None
+        self._linear.reserve(partials, arrived, arranged)
 
         out_bytes, state_bytes = attention_module.partial_bytes(self.device.multiprocessors)
         self._attention.reserve(
@@ -268,8 +271,8 @@ class CudaBackend:
             return
         self.device.launch(
             self.device.kernel("rope", "rope_and_store_kv"),
-            (inputs.num_tokens,),
-            _ROPE_THREADS,
+            (inputs.num_tokens, -(-(spec.num_heads + 2 * spec.num_kv_heads) // _ROPE_HEADS)),
+            32 * _ROPE_HEADS,
             address_of(qkv),
             address_of(inputs.positions),
             address_of(inputs.slot_mapping),
@@ -286,7 +289,6 @@ class CudaBackend:
             np.float32(kv.key_scale),
             np.float32(kv.value_scale),
             attention_module.KV_TYPES[kv.key.dtype],
-            shared_bytes=spec.head_dim * 4,
         )
 
     def attention(

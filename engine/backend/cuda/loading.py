@@ -111,18 +111,26 @@ class WeightUploader:
         largest = max(bytes_of_rows(part, part.shape[0]) for part in parts)
         with memory_scope(f"repack/{tag.partition('/')[2] or tag}"):
             scratch = self._memory.allocate(min(largest, CHUNK_BYTES), stream=self._device.stream)
+        row_blocks = -(-sum(part.shape[0] for part in parts) // BLOCK_ROWS)
         try:
             row = 0
             for part in parts:
                 for begin, end in row_chunks(part, row):
-                    self._repack_rows(address, int(scratch.handle), part, begin, end, row + begin)
+                    self._repack_rows(address, int(scratch.handle), part, begin, end, row + begin, row_blocks)
                 row += part.shape[0]
             self._device.stream.sync()
         finally:
             scratch.close()
 
     def _repack_rows(
-        self, address: int, scratch: int, part: LinearSource, begin: int, end: int, first_row: int
+        self,
+        address: int,
+        scratch: int,
+        part: LinearSource,
+        begin: int,
+        end: int,
+        first_row: int,
+        row_blocks: int,
     ) -> None:
         columns = part.shape[1]
         blocks = (first_row + end - begin - 1) // BLOCK_ROWS - first_row // BLOCK_ROWS + 1
@@ -133,7 +141,7 @@ class WeightUploader:
         addresses = self._staging.upload_together(scratch, sources)
         kernel = self._device.kernel("repack", f"repack_{part.format.value}")
         grid = (units(columns), blocks)
-        arguments = (*addresses, address, first_row, end - begin, columns, units(columns))
+        arguments = (*addresses, address, first_row, end - begin, columns, units(columns), row_blocks)
         self._device.launch(kernel, grid, 256, *arguments, overlap=False)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from engine.backend.protocol import StepLimits
+from engine.backend.protocol import LinearSource, StepLimits, WeightFormat
 from engine.errors import ConfigurationError
 
 LIMITS = StepLimits(
@@ -17,6 +18,12 @@ LIMITS = StepLimits(
     vocab_size=151_936,
     block_size=16,
 )
+
+
+def _widest() -> list[LinearSource]:
+    """A layer as wide as any test's. Only its shape is looked at."""
+    nothing = np.empty(0, np.uint8)
+    return [LinearSource("widest", WeightFormat.NVFP4, (16, 12_288), nothing)]
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +44,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     runtime = BoundCudaRuntime()
     memory = CudaMallocMemoryResource(CudaDeviceAccount(runtime, NvmlUsage()), runtime)
     backend = CudaBackend(memory, cache_dir=tmp_path_factory.mktemp("kernels"))
+    backend._linear.load(_widest())  # reserve() makes room for the layers that were loaded
     backend.reserve(LIMITS)
     try:
         yield backend

@@ -10,7 +10,7 @@ import numpy as np
 from engine.backend.protocol import KVLayer, LinearSource, StepBatch, WeightFormat
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-BLOCK_ROWS, UNIT_COLUMNS = 16, 128
+BLOCK_ROWS, UNIT_COLUMNS, GROUP_BLOCKS = 16, 128, 8
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -98,20 +98,19 @@ def place_codes(codes: np.ndarray, place: int) -> np.ndarray:
     codes = codes.astype(np.uint32)
     halves = ((codes & 7) << 6) | ((codes & 8) << 12)
     pair = halves[..., 0] | halves[..., 1] << np.uint32(16)
-    if place == 3:
-        return (pair & 0x01800180) >> 7 | (pair & 0x00400040) >> 3 | (pair & 0x80008000) >> 11
-    turn = np.uint32(3 * place)
-    return pair if place == 0 else pair << turn | pair >> (32 - turn)
+    magnitudes, signs = pair & 0x01C001C0, pair & 0x80008000
+    if place == 0:
+        return pair
+    if place == 1:
+        return pair >> 3
+    return magnitudes >> 6 | signs >> 2 if place == 2 else magnitudes << 3 | signs >> 1
 
 
 def decode_word(words: np.ndarray) -> np.ndarray:
     """The kernels' decoding: bfloat16 carriers [..., 4 places, 2], values times 2^-126."""
-
-    def rotate(turn: int) -> np.ndarray:
-        return words >> np.uint32(turn) | words << np.uint32(32 - turn)
-
-    last = (words << 7 & 0x01800180) | (words << 3 & 0x00400040) | (words << 11 & 0x80008000)
-    pairs = np.stack([words & 0x81C081C0, rotate(3) & 0x81C081C0, rotate(6) & 0x81C081C0, last], axis=-1)
+    third = (words << 6 & 0x01C001C0) | (words << 2 & 0x80008000)
+    fourth = (words >> 3 & 0x01C001C0) | (words << 1 & 0x80008000)
+    pairs = np.stack([words & 0x81C081C0, words << 3 & 0x81C081C0, third, fourth], axis=-1)
     return np.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).astype(np.uint16)
 
 
@@ -127,8 +126,38 @@ def decode_scale(encoded: np.ndarray) -> np.ndarray:
     return (encoded.astype(np.uint16) << 4) + np.uint16(0x7000)
 
 
+def fragment_rows(matrix: np.ndarray) -> np.ndarray:
+    """Rows of each block in the order of fragments: first the upper ones of g = 0..7, then the lower."""
+    blocks = matrix.reshape(-1, 4, 2, 2, matrix.shape[1])  # [block, g / 2, lower, g % 2]
+    return blocks.transpose(0, 2, 1, 3, 4).reshape(matrix.shape)
+
+
+def matrix_rows(matrix: np.ndarray) -> np.ndarray:
+    """Inverse of `fragment_rows`."""
+    blocks = matrix.reshape(-1, 2, 4, 2, matrix.shape[1])  # [block, lower, g / 2, g % 2]
+    return blocks.transpose(0, 2, 1, 3, 4).reshape(matrix.shape)
+
+
+def by_groups(blocks: np.ndarray) -> np.ndarray:
+    """Resident bytes of units [row blocks, units, bytes]: by groups of 8 blocks, in a group by units."""
+    groups = [blocks[begin : begin + GROUP_BLOCKS] for begin in range(0, len(blocks), GROUP_BLOCKS)]
+    return np.concatenate([group.transpose(1, 0, 2).ravel() for group in groups])
+
+
+def by_blocks(resident: np.ndarray, blocks: int, units: int) -> np.ndarray:
+    """Inverse of `by_groups`."""
+    unit_bytes = resident.size // (blocks * units)
+    result = np.empty((blocks, units, unit_bytes), np.uint8)
+    for begin in range(0, blocks, GROUP_BLOCKS):
+        group = result[begin : begin + GROUP_BLOCKS]
+        first = begin * units * unit_bytes
+        flat = resident[first : first + group.size]
+        group[:] = flat.reshape(units, len(group), unit_bytes).transpose(1, 0, 2)
+    return result
+
+
 def pack_nvfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Resident bytes [row blocks, units, 1152] of codes [N, K] and E4M3 scales [N, K/16]."""
+    """Resident bytes of codes [N, K] and E4M3 scales [N, K/16]."""
     rows, columns = codes.shape
     blocks, units = -(-rows // BLOCK_ROWS), -(-columns // UNIT_COLUMNS)
     wide_scales = scales.repeat(16, axis=1)
@@ -139,7 +168,7 @@ def pack_nvfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     encoded[:rows, : columns // 16] = encode_scale(scales)
     result = np.zeros((blocks, units, 1152), np.uint8)
     # [block, lower, g, unit, half, t, j, pair, 2]
-    tiles = padded.reshape(blocks, 2, 8, units, 2, 4, 4, 2, 2)
+    tiles = fragment_rows(padded).reshape(blocks, 2, 8, units, 2, 4, 4, 2, 2)
     words = np.zeros((blocks, units, 2, 8, 4, 4), np.uint32)  # [block, unit, half, g, t, j]
     for lower in range(2):
         for pair in range(2):
@@ -147,14 +176,15 @@ def pack_nvfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
             words |= placed.transpose(0, 2, 3, 1, 4, 5)
     result[..., :1024] = words.reshape(blocks, units, -1).view(np.uint8)
     # [block, unit, g, t, half, lower]
-    scale_tiles = encoded.reshape(blocks, 2, 8, units, 2, 4).transpose(0, 3, 2, 5, 4, 1)
+    scale_tiles = fragment_rows(encoded).reshape(blocks, 2, 8, units, 2, 4).transpose(0, 3, 2, 5, 4, 1)
     result[..., 1024:] = scale_tiles.reshape(blocks, units, 128)
-    return result
+    return by_groups(result)
 
 
 def unpack_nvfp4(resident: np.ndarray, rows: int, columns: int) -> np.ndarray:
     """The weights as the kernels see them, float64 [N, K] (global scale left out)."""
-    blocks, units = resident.shape[:2]
+    blocks, units = -(-rows // BLOCK_ROWS), -(-columns // UNIT_COLUMNS)
+    resident = by_blocks(resident, blocks, units)
     words = np.ascontiguousarray(resident[..., :1024]).view(np.uint32).reshape(blocks, units, 2, 8, 4, 4)
     scales = resident[..., 1024:].reshape(blocks, units, 8, 4, 2, 2).transpose(0, 1, 4, 2, 3, 5)
     codes = decode_word(words).view(ml_dtypes.bfloat16)  # [block, unit, half, g, t, j, place, 2]
@@ -165,19 +195,20 @@ def unpack_nvfp4(resident: np.ndarray, rows: int, columns: int) -> np.ndarray:
         product = codes[..., place, :].astype(np.float64) * factors[..., None, None, lower].astype(np.float64)
         rounded = product.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
         matrix[:, lower, :, :, :, :, :, pair] = rounded.transpose(0, 3, 1, 2, 4, 5, 6)
-    return matrix.reshape(blocks * BLOCK_ROWS, units * UNIT_COLUMNS)[:rows, :columns] * 2.0**20
+    rows_in_order = matrix_rows(matrix.reshape(blocks * BLOCK_ROWS, units * UNIT_COLUMNS))
+    return rows_in_order[:rows, :columns] * 2.0**20
 
 
 def pack_fp8(weight: np.ndarray) -> np.ndarray:
-    """Resident bytes [row blocks, units, 2048] of E4M3 weights [N, K]."""
+    """Resident bytes of E4M3 weights [N, K]."""
     rows, columns = weight.shape
     blocks, units = -(-rows // BLOCK_ROWS), -(-columns // UNIT_COLUMNS)
     padded = np.zeros((blocks * BLOCK_ROWS, units * UNIT_COLUMNS), np.uint8)
     padded[:rows, :columns] = weight
     # [block, lower, g, unit, half, t, j // 2, j % 2, pair, 2] to
-    # [block, unit, half, j // 2, g, t, j % 2, pair, 2, upper]: row g is the high byte of a half word
-    tiles = padded.reshape(blocks, 2, 8, units, 2, 4, 2, 2, 2, 2)[:, ::-1]
-    return tiles.transpose(0, 3, 4, 6, 2, 5, 7, 8, 9, 1).reshape(blocks, units, 2048)
+    # [block, unit, half, j // 2, g, t, j % 2, pair, 2, upper]: the upper row is the high byte of a half word
+    tiles = fragment_rows(padded).reshape(blocks, 2, 8, units, 2, 4, 2, 2, 2, 2)[:, ::-1]
+    return by_groups(tiles.transpose(0, 3, 4, 6, 2, 5, 7, 8, 9, 1).reshape(blocks, units, 2048))
 
 
 # -- attention ---------------------------------------------------------------------------------------------

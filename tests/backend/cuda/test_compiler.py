@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.backend.cuda.compiler import KERNELS, KernelCompiler, architecture
-from engine.backend.cuda.linear import linear_source
+from engine.backend.cuda.products import families_of, module_name
+from engine.backend.cuda.products import source as product_source
 from engine.backend.protocol import WeightFormat
 from engine.errors import ConfigurationError, EngineError
 
@@ -47,7 +48,8 @@ def test_kernels_compile(arch: str) -> None:
     sources = {path.stem: compiler.source(path.stem) for path in sorted(KERNELS.glob("*.cu"))}
     assert len(sources) >= 7
     for format in WeightFormat:
-        sources[f"linear_{format.value}"] = linear_source(format, SHARED_BYTES[arch])
+        for family in families_of(format, 4096, hopper=arch == "sm_90a"):
+            sources[module_name(family, format)] = product_source(family, format, SHARED_BYTES[arch])
     for name, source in sources.items():
         assert compiler.cubin(name, source).startswith(b"\x7fELF")
     assert compiler.compiled == len(sources)

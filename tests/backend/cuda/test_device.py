@@ -7,9 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from engine.backend.cuda import linear as linear_module
 from engine.backend.cuda.backend import CudaBackend
 from engine.backend.cuda.inputs import CudaStepInputs
 from engine.backend.cuda.linear import CudaLinear
+from engine.backend.cuda.products import Family
 from engine.backend.cuda.tensor import CudaTensor
 from engine.backend.protocol import AttentionSpec, DType, KVLayer, WeightFormat
 from engine.sampler import INVALID_TOKEN, SamplingRow, sample
@@ -186,6 +188,20 @@ def test_linear(arena: Arena, rng: np.random.Generator, format: WeightFormat, sh
     check_linear(arena, rng, [reference.random_linear(rng, format, *shape)], TOKENS)
 
 
+@pytest.mark.parametrize("format", [WeightFormat.NVFP4, WeightFormat.FP8])
+@pytest.mark.parametrize("shape", [(16, 128), (100, 80), (192, 1040), (4096, 4096)])
+def test_linear_by_the_portable_kernels(
+    arena: Arena,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    format: WeightFormat,
+    shape: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(linear_module, "families_of", lambda *_, **__: (Family.PORTABLE,))
+    monkeypatch.setattr(linear_module, "family_of", lambda *_, **__: Family.PORTABLE)
+    check_linear(arena, rng, [reference.random_linear(rng, format, *shape)], TOKENS)
+
+
 @pytest.mark.parametrize("format", [WeightFormat.FP8, WeightFormat.BF16])
 @pytest.mark.parametrize("shape", [(33, 77), (5, 1), (130, 131)])
 def test_linear_of_columns_that_cannot_be_read_together(
@@ -220,16 +236,16 @@ def test_repacking_makes_the_documented_layout(
     linear = arena.linear(source)
     assert source.group_scales is not None
     expected = reference.pack_nvfp4(reference.codes_of(source.weight), source.group_scales)
-    np.testing.assert_array_equal(arena.backend.to_host(linear.segments[0].weight), expected.ravel())
+    np.testing.assert_array_equal(arena.backend.to_host(linear.segments[0].weight), expected)
     source = reference.random_linear(rng, WeightFormat.FP8, *shape)
     linear = arena.linear(source)
     expected = reference.pack_fp8(source.weight)
-    np.testing.assert_array_equal(arena.backend.to_host(linear.segments[0].weight), expected.ravel())
+    np.testing.assert_array_equal(arena.backend.to_host(linear.segments[0].weight), expected)
 
 
 def test_a_product_is_the_same_every_time(arena: Arena, rng: np.random.Generator) -> None:
     linear = arena.linear(reference.random_linear(rng, WeightFormat.NVFP4, 2048, 12_288))
-    for tokens in (1, 8, 16, 64, 200):
+    for tokens in (1, 8, 16, 20, 64, 200):
         x = arena.bf16(rng.normal(0, 1, (tokens, 12_288)))
         results = []
         for _ in range(5):

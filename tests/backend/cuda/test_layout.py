@@ -56,7 +56,9 @@ def test_every_product_of_code_and_scale_is_exact_in_bfloat16() -> None:
     assert normal.all()
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(16, 128), (1, 16), (17, 144), (40, 400), (64, 256)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(16, 128), (1, 16), (17, 144), (40, 400), (64, 256), (300, 272)]
+)
 def test_packing_loses_nothing(rows: int, columns: int) -> None:
     source = random_linear(np.random.default_rng(rows), WeightFormat.NVFP4, rows, columns)
     assert source.group_scales is not None
@@ -78,7 +80,7 @@ def test_the_backend_counts_the_bytes_that_the_layout_takes(
     else:
         resident = pack_fp8(source.weight)
     assert LAYOUTS[format].nbytes(rows, columns) == resident.size
-    assert resident.shape[1] == units(columns)
+    assert resident.size % units(columns) == 0
 
 
 def test_four_bits_stay_four_bits() -> None:

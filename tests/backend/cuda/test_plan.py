@@ -8,51 +8,92 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backend.cuda.attention import AttentionPlan, decode_splits
-from engine.backend.cuda.layout import LAYOUTS, units
-from engine.backend.cuda.linear import kernel_for, kernels_that_fit, split_work, workspace_bytes
+from engine.backend.cuda.layout import units
 from engine.backend.cuda.loading import bytes_of_rows, row_chunks
+from engine.backend.cuda.products import (
+    MOST_SPLIT_TILES,
+    Family,
+    arranged_bytes,
+    families_of,
+    family_of,
+    partial_bytes,
+    product_for,
+    products,
+    source,
+    split_work,
+)
 from engine.backend.cuda.staging import CHUNK_BYTES
-from engine.backend.protocol import WeightFormat
+from engine.backend.protocol import LinearSource, WeightFormat
 from engine.errors import CheckpointError
-from tests.backend.cuda.reference import Sequences, random_linear
+from tests.backend.cuda.reference import Sequences
 
 SHARED_BYTES = [101_376, 166_912, 232_448]
 FORMATS = st.sampled_from(list(WeightFormat))
+FAMILIES = st.sampled_from(list(Family))
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
 @pytest.mark.parametrize("format", list(WeightFormat))
-def test_every_kernel_fits_the_shared_memory(format: WeightFormat, shared_bytes: int) -> None:
-    layout = LAYOUTS[format]
-    for kernel in kernels_that_fit(layout, shared_bytes):
-        stages = kernel.stages(layout, shared_bytes)
-        assert stages >= 2
-        assert kernel.shared_bytes(layout, stages) <= shared_bytes
+@pytest.mark.parametrize("family", list(Family))
+def test_every_kernel_fits_the_shared_memory(family: Family, format: WeightFormat, shared_bytes: int) -> None:
+    if family is Family.HOPPER and shared_bytes < 232_448:
+        return  # such a device has all of it
+    names = set()
+    for product in products(family, format, shared_bytes):
+        assert 0 < product.shared_bytes <= shared_bytes
+        assert product.name in product.declaration
+        assert product.declaration in source(family, format, shared_bytes)
+        names.add(product.name)
+    assert len(names) == len(products(family, format, shared_bytes))
 
 
-@given(FORMATS, st.sampled_from(SHARED_BYTES), st.integers(1, 40_000))
-def test_a_kernel_with_one_token_warp_has_one_tile_of_tokens(
-    format: WeightFormat, shared_bytes: int, tokens: int
+@given(FORMATS, st.integers(1, 70_000), st.integers(1, 40_000), st.booleans())
+def test_every_product_has_a_kernel_that_was_compiled_for_the_layer(
+    format: WeightFormat, columns: int, tokens: int, hopper: bool
 ) -> None:
-    kernel = kernel_for(tokens, LAYOUTS[format], shared_bytes)
-    assert kernel.token_warps > 1 or tokens <= kernel.tile_tokens
+    family = family_of(format, columns, tokens, hopper=hopper)
+    assert family in families_of(format, columns, hopper=hopper)
+    product = product_for(family, format, 232_448, tokens)
+    # Kernels that are bounded have one tile of tokens.
+    assert product.max_tokens == 0 or tokens <= product.tile_tokens
+    assert family is not Family.HOPPER or hopper
+    if family is not Family.PORTABLE:
+        assert columns % 8 == 0
+        assert format is not WeightFormat.BF16
 
 
-@given(FORMATS, st.integers(1, 200_000), st.integers(1, 40_000), st.integers(1, 5000), st.integers(1, 200))
+@given(
+    FAMILIES,
+    FORMATS,
+    st.integers(1, 200_000),
+    st.integers(1, 40_000),
+    st.integers(1, 5000),
+    st.integers(1, 200),
+)
 def test_work_is_dealt_out_within_the_workspace(
-    format: WeightFormat, rows: int, columns: int, tokens: int, multiprocessors: int
+    family: Family, format: WeightFormat, rows: int, columns: int, tokens: int, multiprocessors: int
 ) -> None:
-    kernel = kernel_for(tokens, LAYOUTS[format], 232_448)
-    work = split_work(kernel, rows, columns, tokens, multiprocessors)
-    tiles = -(-rows // kernel.tile_rows) * -(-tokens // kernel.tile_tokens)
-    steps = tiles * -(-units(columns) // kernel.column_warps)
-    partial_bytes, arrival_bytes = workspace_bytes(multiprocessors)
+    if family is Family.FEW:
+        tokens = min(tokens, 8)
+    product = product_for(family, format, 232_448, tokens)
+    work = split_work(product, rows, columns, tokens, multiprocessors)
+    tiles = -(-rows // product.tile_rows) * -(-tokens // product.tile_tokens)
+    steps = tiles * -(-units(columns) // product.step_units)
     assert 1 <= work.blocks <= steps
     if work.split:
-        assert tiles * 4 <= arrival_bytes
-        assert work.blocks * kernel.partial_bytes <= partial_bytes
+        assert tiles <= MOST_SPLIT_TILES
+        assert work.blocks * product.partial_bytes <= partial_bytes(232_448, multiprocessors, hopper=True)
     else:
         assert work.blocks <= tiles
+
+
+@given(st.integers(1, 40_000), st.integers(1, 70_000))
+def test_arranged_activations_have_room_for_the_last_tile(tokens: int, columns: int) -> None:
+    atoms, column_tiles = -(-tokens // 8), 2 * units(columns)
+    for product in products(Family.HOPPER, WeightFormat.NVFP4, 232_448):
+        first = (tokens - 1) // product.tile_tokens * product.tile_tokens // 8
+        last_read = ((column_tiles - 1) * atoms + first) * 1024 + product.tile_tokens * 128
+        assert last_read <= arranged_bytes(tokens, columns)
 
 
 @given(st.integers(1, 3000), st.integers(1, 100_000), st.integers(1, 64))
@@ -76,7 +117,7 @@ def test_an_attention_plan_tells_decoding_from_prefill() -> None:
 @pytest.mark.parametrize("format", [WeightFormat.NVFP4, WeightFormat.FP8])
 @pytest.mark.parametrize("first_row", [0, 5, 16, 40])
 def test_chunks_cover_a_part_and_end_at_row_blocks(format: WeightFormat, first_row: int) -> None:
-    part = random_linear(np.random.default_rng(0), format, 1000, 65_536)
+    part = LinearSource("layer", format, (1000, 65_536), np.empty(0, np.uint8))
     chunks = list(row_chunks(part, first_row))
     assert len(chunks) > 1
     assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
@@ -88,6 +129,6 @@ def test_chunks_cover_a_part_and_end_at_row_blocks(format: WeightFormat, first_r
 
 
 def test_columns_that_no_chunk_holds_are_refused() -> None:
-    part = random_linear(np.random.default_rng(0), WeightFormat.FP8, 1, CHUNK_BYTES // 8)
+    part = LinearSource("layer", WeightFormat.FP8, (1, CHUNK_BYTES // 8), np.empty(0, np.uint8))
     with pytest.raises(CheckpointError, match="more than the CUDA backend repacks"):
         list(row_chunks(part, 0))

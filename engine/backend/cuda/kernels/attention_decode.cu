@@ -160,13 +160,14 @@ DEVICE void decode(const u16* qkv, const u8* key_cache, const u8* value_cache, c
     __shared__ float2 warp_state[WARPS][COLUMNS];
     let_next_kernel_start();
     wait_for_previous_kernel();
-    int sequence = blockIdx.z, token_index = query_start[sequence];
-    if (query_start[sequence + 1] - token_index != 1) return;
+    int sequence = blockIdx.z, token_index = query_start[sequence], next_index = query_start[sequence + 1];
+    int length = seq_lens[sequence];  // before the branch: the three are read together
+    if (next_index - token_index != 1) return;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int chunks = (shape.group() + COLUMNS - 1) / COLUMNS;
     int kv_head = blockIdx.y / chunks, first_head = kv_head * shape.group() + blockIdx.y % chunks * COLUMNS;
     int head_count = min((kv_head + 1) * shape.group() - first_head, COLUMNS);
-    int length = seq_lens[sequence], begin = shape.first_visible(length - 1);
+    int begin = shape.first_visible(length - 1);
 
     using Warp = DecodeWarp<Cache, D>;
     constexpr int TILE = 16 * Warp::TOKEN_TILES;

@@ -152,6 +152,19 @@ DEVICE void copy_async_4(u32 shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
+DEVICE uint4 load_shared(u32 shared) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(shared));
+    return value;
+}
+
+DEVICE u32 load_shared_word(u32 shared) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared));
+    return value;
+}
+
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>

@@ -26,61 +26,74 @@ extern "C" __global__ void gather_rows(const u16* x, const int* rows, u16* out, 
     copy_row(out + i64(blockIdx.x) * hidden, x + i64(rows[blockIdx.x]) * hidden, hidden);
 }
 
-// With delta: residual += delta, rounded to bfloat16, then the norm of what was stored. Grid: rows; a thread reads in
-// the second pass only elements that it wrote itself in the first.
+constexpr int NORM_THREADS = 256;
+constexpr int NORM_PIECES = 4;  // of 8 elements a thread keeps in registers
+
+// With delta: residual += delta, rounded to bfloat16, then the norm of what was stored. Grid: rows. Rows of up to
+// NORM_THREADS * NORM_PIECES * 8 elements in multiples of 8 are read once; others twice, the second time by the thread
+// that wrote them.
 template <bool ADD>
 DEVICE void norm_row(u16* x, const u16* delta, const float* weight, u16* out, int hidden, float eps) {
     __shared__ float scratch[32];
     let_next_kernel_start();
-    wait_for_previous_kernel();
     i64 offset = i64(blockIdx.x) * hidden;
     float sum = 0.0f;
-    if ((hidden & 7) == 0) {
+    if ((hidden & 7) == 0 && hidden <= NORM_THREADS * NORM_PIECES * 8) {
         uint4* row = reinterpret_cast<uint4*>(x + offset);
         const uint4* add = reinterpret_cast<const uint4*>(delta + offset);
-        for (int i = threadIdx.x; i < hidden / 8; i += blockDim.x) {
-            uint4 packed = row[i];
-            u32* words = &packed.x;
+        uint4* result = reinterpret_cast<uint4*>(out + offset);
+        uint4 pieces[NORM_PIECES];
+        wait_for_previous_kernel();
+#pragma unroll
+        for (int p = 0; p < NORM_PIECES; ++p) {
+            int i = p * NORM_THREADS + threadIdx.x;
+            if (i >= hidden / 8) break;
+            pieces[p] = row[i];
             if (ADD) {
                 uint4 other = add[i];
-                const u32* others = &other.x;
+                u32 *words = &pieces[p].x, *others = &other.x;
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     words[j] = pack_bf16(bf16_low(words[j]) + bf16_low(others[j]), bf16_high(words[j]) + bf16_high(others[j]));
-                row[i] = packed;
+                row[i] = pieces[p];
             }
+        }
+#pragma unroll
+        for (int p = 0; p < NORM_PIECES; ++p) {
+            if (p * NORM_THREADS + threadIdx.x >= hidden / 8) break;
+            const u32* words = &pieces[p].x;
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 sum += bf16_low(words[j]) * bf16_low(words[j]) + bf16_high(words[j]) * bf16_high(words[j]);
         }
-    } else {
-        for (int i = threadIdx.x; i < hidden; i += blockDim.x) {
-            float value = bf16_to_float(x[offset + i]);
-            if (ADD) {
-                u16 rounded = float_to_bf16(value + bf16_to_float(delta[offset + i]));
-                x[offset + i] = rounded;
-                value = bf16_to_float(rounded);
-            }
-            sum += value * value;
-        }
-    }
-    float inverse = rsqrtf(block_sum(sum, scratch) / float(hidden) + eps);
-    if ((hidden & 7) == 0) {
-        const uint4* row = reinterpret_cast<const uint4*>(x + offset);
-        uint4* result = reinterpret_cast<uint4*>(out + offset);
-        for (int i = threadIdx.x; i < hidden / 8; i += blockDim.x) {
-            uint4 packed = row[i];
-            u32* words = &packed.x;
+        float inverse = rsqrtf(block_sum(sum, scratch) / float(hidden) + eps);
+#pragma unroll
+        for (int p = 0; p < NORM_PIECES; ++p) {
+            int i = p * NORM_THREADS + threadIdx.x;
+            if (i >= hidden / 8) break;
+            float4 low = reinterpret_cast<const float4*>(weight)[2 * i], high = reinterpret_cast<const float4*>(weight)[2 * i + 1];
+            const float factors[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            u32* words = &pieces[p].x;
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                words[j] = pack_bf16(bf16_low(words[j]) * inverse * weight[i * 8 + 2 * j],
-                                     bf16_high(words[j]) * inverse * weight[i * 8 + 2 * j + 1]);
-            result[i] = packed;
+                words[j] = pack_bf16(bf16_low(words[j]) * inverse * factors[2 * j], bf16_high(words[j]) * inverse * factors[2 * j + 1]);
+            result[i] = pieces[p];
         }
-    } else {
-        for (int i = threadIdx.x; i < hidden; i += blockDim.x)
-            out[offset + i] = float_to_bf16(bf16_to_float(x[offset + i]) * inverse * weight[i]);
+        return;
     }
+    wait_for_previous_kernel();
+    for (int i = threadIdx.x; i < hidden; i += blockDim.x) {
+        float value = bf16_to_float(x[offset + i]);
+        if (ADD) {
+            u16 rounded = float_to_bf16(value + bf16_to_float(delta[offset + i]));
+            x[offset + i] = rounded;
+            value = bf16_to_float(rounded);
+        }
+        sum += value * value;
+    }
+    float inverse = rsqrtf(block_sum(sum, scratch) / float(hidden) + eps);
+    for (int i = threadIdx.x; i < hidden; i += blockDim.x)
+        out[offset + i] = float_to_bf16(bf16_to_float(x[offset + i]) * inverse * weight[i]);
 }
 
 extern "C" __global__ void rms_norm(const u16* x, const float* weight, u16* out, int hidden, float eps) {
@@ -91,7 +104,7 @@ extern "C" __global__ void add_rms_norm(u16* residual, const u16* delta, const f
     norm_row<true>(residual, delta, weight, out, hidden, eps);
 }
 
-DEVICE float silu(float x) { return x / (1.0f + __expf(-x)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // out = silu(gate_up[:, :I]) * gate_up[:, I:]. Grid: (tokens, pieces of the row).
 extern "C" __global__ void silu_and_mul(const u16* gate_up, u16* out, int intermediate) {

@@ -23,25 +23,26 @@ struct LinearShape {
     }
 };
 
-template <class Format, int MT, int RB, int WR, int WK, int WM, int STAGES>
+template <class Format, int X_ROWS, int MT, int RB, int WR, int WK, int WM, int STAGES>
 struct LinearKernel {
     static constexpr int THREADS = 32 * WR * WK * WM;
     static constexpr int TILE_TOKENS = WM * MT * 8;
     static constexpr int TILE_BLOCKS = WR * RB;
     static constexpr int X_STRIDE = WK * UNIT_COLUMNS * 2 + Format::X_PAD;
     static constexpr int WEIGHT_BYTES = TILE_BLOCKS * WK * Format::UNIT_BYTES;
+    static constexpr int STAGE_BYTES = WEIGHT_BYTES + X_ROWS * X_STRIDE;
     static_assert(RB >= WM, "each token warp copies a share of the row blocks");
 
     const u8* weight;
     const u16* x;
     LinearShape shape;
-    int units, stage_bytes, lane, wr, wk, wm;
+    int units, lane, wr, wk, wm;
     u8* memory;
 
     DEVICE u8* weight_slot(int stage, int rb) const {
-        return memory + stage * stage_bytes + ((wr * RB + rb) * WK + wk) * Format::UNIT_BYTES;
+        return memory + stage * STAGE_BYTES + ((wr * RB + rb) * WK + wk) * Format::UNIT_BYTES;
     }
-    DEVICE u8* x_slot(int stage) const { return memory + stage * stage_bytes + WEIGHT_BYTES; }
+    DEVICE u8* x_slot(int stage) const { return memory + stage * STAGE_BYTES + WEIGHT_BYTES; }
     // A kernel with one token warp is used for no more tokens than one tile takes.
     DEVICE int row_tile(int tile) const { return WM == 1 ? tile : tile / shape.token_tiles; }
     DEVICE int row_block(int tile, int rb) const { return row_tile(tile) * TILE_BLOCKS + wr * RB + rb; }
@@ -142,7 +143,7 @@ struct LinearKernel {
         for (int rb = 0; rb < RB; ++rb) {
 #pragma unroll
             for (int lower = 0; lower < 2; ++lower) {
-                int row = row_block(tile, rb) * BLOCK_ROWS + lower * 8 + g;
+                int row = row_block(tile, rb) * BLOCK_ROWS + fragment_row(g, lower);
                 if (row >= shape.rows) continue;
                 float scale = row_scale != nullptr ? row_scale[row] : 1.0f;
                 float offset = bias != nullptr ? bias[row] : 0.0f;
@@ -215,7 +216,7 @@ struct LinearKernel {
 
     DEVICE void run(const float* row_scale, const float* bias, void* out, i64 out_stride, bool float_out, float4* partials,
                     u32* arrived) {
-        float4* scratch = reinterpret_cast<float4*>(memory + STAGES * stage_bytes);
+        float4* scratch = reinterpret_cast<float4*>(memory + STAGES * STAGE_BYTES);
         i64 begin = shape.first_step(blockIdx.x), end = shape.first_step(blockIdx.x + 1);
         int steps = int(end - begin);
 
@@ -278,25 +279,24 @@ struct LinearKernel {
     }
 };
 
-// `x_rows`: rows of activations a stage has room for, the tokens of the largest tile.
-template <class Format, int MT, int RB, int WR, int WK, int WM, int STAGES>
+// `X_ROWS`: rows of activations that a stage has room for, the tokens of the largest tile.
+template <class Format, int X_ROWS, int MT, int RB, int WR, int WK, int WM, int STAGES>
 DEVICE void linear(const u8* weight, const float* row_scale, const float* bias, const u16* x, void* out, i64 out_stride,
-                   int float_out, int tokens, int rows, int columns, int split, int x_rows, float4* partials, u32* arrived) {
+                   int float_out, int tokens, int rows, int columns, int split, float4* partials, u32* arrived) {
     extern __shared__ __align__(128) u8 memory[];
-    using Kernel = LinearKernel<Format, MT, RB, WR, WK, WM, STAGES>;
+    using Kernel = LinearKernel<Format, X_ROWS, MT, RB, WR, WK, WM, STAGES>;
     int units = (columns + UNIT_COLUMNS - 1) / UNIT_COLUMNS, warp = threadIdx.x >> 5;
     int row_tiles = ((rows + BLOCK_ROWS - 1) / BLOCK_ROWS + Kernel::TILE_BLOCKS - 1) / Kernel::TILE_BLOCKS;
     int token_tiles = (tokens + Kernel::TILE_TOKENS - 1) / Kernel::TILE_TOKENS;
     LinearShape shape{tokens, rows, columns, token_tiles, row_tiles * token_tiles, (units + WK - 1) / WK, split != 0};
-    Kernel kernel{weight, x, shape, units, Kernel::WEIGHT_BYTES + x_rows * Kernel::X_STRIDE, int(threadIdx.x & 31), warp / WK % WR,
-                  warp % WK, warp / (WK * WR), memory};
+    Kernel kernel{weight, x, shape, units, int(threadIdx.x & 31), warp / WK % WR, warp % WK, warp / (WK * WR), memory};
     kernel.run(row_scale, bias, out, out_stride, float_out != 0, partials, arrived);
 }
 
-#define LINEAR_KERNEL(NAME, FORMAT, MT, RB, WR, WK, WM, STAGES)                                                              \
+#define LINEAR_KERNEL(NAME, FORMAT, X_ROWS, MT, RB, WR, WK, WM, STAGES)                                                       \
     extern "C" __global__ void __launch_bounds__(32 * WR * WK * WM)                                                           \
         NAME(const u8* weight, const float* row_scale, const float* bias, const u16* x, void* out, i64 out_stride,             \
-             int float_out, int tokens, int rows, int columns, int split, int x_rows, float4* partials, u32* arrived) {        \
-        linear<FORMAT, MT, RB, WR, WK, WM, STAGES>(weight, row_scale, bias, x, out, out_stride, float_out, tokens, rows,       \
-                                                   columns, split, x_rows, partials, arrived);                                 \
+             int float_out, int tokens, int rows, int columns, int split, float4* partials, u32* arrived) {                    \
+        linear<FORMAT, X_ROWS, MT, RB, WR, WK, WM, STAGES>(weight, row_scale, bias, x, out, out_stride, float_out, tokens,     \
+                                                           rows, columns, split, partials, arrived);                          \
     }

@@ -1,7 +1,7 @@
 // Checkpoint weights, row-major, into the resident layouts of formats.cuh.
 //
-// Both kernels write rows [first_row, first_row + rows) of the resident matrix, whose memory was zeroed. A word holds
-// elements of rows g and g+8 of a block: where a block reaches over the given rows, words are merged atomically.
+// Both kernels write rows [first_row, first_row + rows) of the resident matrix of `row_blocks` blocks, whose memory was zeroed. A word holds
+// elements of two rows of a block: where a block reaches over the given rows, words are merged atomically.
 #include "formats.cuh"
 
 DEVICE void put_word(u32* target, u32 word, bool exclusive) {
@@ -15,9 +15,9 @@ DEVICE void put_word(u32* target, u32 word, bool exclusive) {
 DEVICE u32 place_pair(u32 pair, int place) {
     switch (place) {
         case 0: return pair;
-        case 1: return __funnelshift_l(pair, pair, 3);
-        case 2: return __funnelshift_l(pair, pair, 6);
-        default: return ((pair & 0x01800180u) >> 7) | ((pair & 0x00400040u) >> 3) | ((pair & 0x80008000u) >> 11);
+        case 1: return pair >> 3;
+        case 2: return ((pair & 0x01C001C0u) >> 6) | ((pair & 0x80008000u) >> 2);
+        default: return ((pair & 0x01C001C0u) << 3) | ((pair & 0x80008000u) >> 1);
     }
 }
 
@@ -35,16 +35,16 @@ DEVICE u8 encode_scale(u32 e4m3) {
 // codes [rows, columns / 2], scales [rows, columns / 16]. Grid: (units, row blocks); block: 256 threads, 8 warps for
 // the g, 32 lanes for (half, t, j).
 extern "C" __global__ void repack_nvfp4(const u8* codes, const u8* scales, u8* resident, int first_row, int rows, int columns,
-                                        int units) {
+                                        int units, int row_blocks) {
     int block = first_row / BLOCK_ROWS + blockIdx.y, unit = blockIdx.x;
     int g = threadIdx.x >> 5, half = (threadIdx.x >> 4) & 1, t = (threadIdx.x >> 2) & 3, j = threadIdx.x & 3;
     int column = unit * UNIT_COLUMNS + half * 64 + t * 16 + j * 4;
-    u8* target = resident + (i64(block) * units + unit) * Nvfp4::UNIT_BYTES;
+    u8* target = resident + unit_place(block, unit, units, row_blocks) * Nvfp4::UNIT_BYTES;
     int lane = g * 4 + t;
     bool exclusive = block * BLOCK_ROWS >= first_row && (block + 1) * BLOCK_ROWS <= first_row + rows;
     u32 word = 0;
     for (int lower = 0; lower < 2; ++lower) {
-        int row = block * BLOCK_ROWS + lower * 8 + g - first_row;
+        int row = block * BLOCK_ROWS + fragment_row(g, lower) - first_row;
         if (row < 0 || row >= rows || column >= columns) continue;
         u32 scale = scales[i64(row) * (columns / 16) + column / 16];
         const u8* source = codes + i64(row) * (columns / 2) + column / 2;
@@ -61,21 +61,22 @@ extern "C" __global__ void repack_nvfp4(const u8* codes, const u8* scales, u8* r
 }
 
 // weight [rows, columns] E4M3. Grid and block as above.
-extern "C" __global__ void repack_fp8(const u8* weight, u8* resident, int first_row, int rows, int columns, int units) {
+extern "C" __global__ void repack_fp8(const u8* weight, u8* resident, int first_row, int rows, int columns, int units,
+                                      int row_blocks) {
     int block = first_row / BLOCK_ROWS + blockIdx.y, unit = blockIdx.x;
     int g = threadIdx.x >> 5, half = (threadIdx.x >> 4) & 1, t = (threadIdx.x >> 2) & 3, j = threadIdx.x & 3;
     int column = unit * UNIT_COLUMNS + half * 64 + t * 16 + j * 4;
-    u8* target = resident + (i64(block) * units + unit) * Fp8::UNIT_BYTES;
+    u8* target = resident + unit_place(block, unit, units, row_blocks) * Fp8::UNIT_BYTES;
     int lane = g * 4 + t;
     bool exclusive = block * BLOCK_ROWS >= first_row && (block + 1) * BLOCK_ROWS <= first_row + rows;
     u32 words[2] = {0, 0};
     for (int lower = 0; lower < 2; ++lower) {
-        int row = block * BLOCK_ROWS + lower * 8 + g - first_row;
+        int row = block * BLOCK_ROWS + fragment_row(g, lower) - first_row;
         if (row < 0 || row >= rows) continue;
         const u8* source = weight + i64(row) * columns;
         for (int i = 0; i < 4; ++i) {
             u32 value = column + i < columns ? source[column + i] : 0u;
-            // Row g in the high byte of a half word, row g + 8 in the low one; even columns in the low half.
+            // The upper row in the high byte of a half word, the lower in the low one; even columns in the low half.
             words[i >> 1] |= value << ((i & 1) * 16 + (lower ? 0 : 8));
         }
     }

@@ -1,12 +1,15 @@
 // Choosing tokens from logits on the device, with the meaning that engine/sampler.py gives to the parameters.
 //
 // One block a row. Probabilities relative to the likeliest token are weighed in fixed point, so that sums do not depend on
-// the order of addition. Thresholds (top-k, top-p) are found bit group by bit group in histograms of the probabilities' bits.
+// the order of addition. Thresholds (top-k, top-p) are found bit group by bit group in histograms of the probabilities' bits;
+// nearly always among the few tokens that are not far less likely than the likeliest, which are listed first.
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr int INVALID_TOKEN = -1;
+constexpr int LISTED = 4096;               // likely tokens that are kept in shared memory
+constexpr u32 LIKELY = 0x39000000u;        // 2^-13 of the likeliest
 constexpr float WEIGHT_ONE = 17592186044416.0f;  // 2^44: sums of 2^19 tokens fit in 63 bits
 
 struct Row {
@@ -33,26 +36,37 @@ DEVICE double uniform(u64 key, u64 position) {
     return double(c0 >> 11) * (1.0 / 9007199254740992.0);
 }
 
+DEVICE u64 weight(u32 bits) { return u64(__uint_as_float(bits) * WEIGHT_ONE); }
+
+// The probabilities of likely tokens, in no order.
+struct List {
+    const u32* values;
+    int size;
+    DEVICE u32 bits(int i) const { return values[i]; }
+    DEVICE int count() const { return size; }
+};
+
 struct Sampler {
     const float* logits;
     int vocabulary;
     float peak, inverse_temperature;
 
+    // Of a token's probability relative to the likeliest; order and sum are those of the float.
     DEVICE u32 bits(int token) const { return __float_as_uint(__expf((logits[token] - peak) * inverse_temperature)); }
-    DEVICE static u64 weight(u32 bits) { return u64(__uint_as_float(bits) * WEIGHT_ONE); }
+    DEVICE int count() const { return vocabulary; }
 
     // The largest probability of which those that are not less (and not below `floor`) weigh `target` together.
     // `COUNT`: each token weighs one.
-    template <bool COUNT>
-    DEVICE u32 threshold(u32 floor, u64 target, u64* histogram) const {
+    template <bool COUNT, class Tokens>
+    static DEVICE u32 threshold(const Tokens& tokens, u32 floor, u64 target, u64* histogram) {
         __shared__ u32 found;
         __shared__ u64 remaining;
         u32 prefix = 0;
         for (int shift = 24; shift >= 0; shift -= 8) {
             for (int bin = threadIdx.x; bin < 256; bin += THREADS) histogram[bin] = 0;
             __syncthreads();
-            for (int token = threadIdx.x; token < vocabulary; token += THREADS) {
-                u32 value = bits(token);
+            for (int token = threadIdx.x; token < tokens.count(); token += THREADS) {
+                u32 value = tokens.bits(token);
                 if (value < floor || value == 0 || (shift < 24 && value >> (shift + 8) != prefix)) continue;
                 atomicAdd(histogram + ((value >> shift) & 255u), COUNT ? 1ull : weight(value));
             }
@@ -68,6 +82,40 @@ struct Sampler {
             __syncthreads();
         }
         return prefix;
+    }
+
+    // Lists the likely tokens; returns how many there are, which may be more than are listed.
+    DEVICE int list(u32* values) const {
+        __shared__ int size;
+        if (threadIdx.x == 0) size = 0;
+        __syncthreads();
+        for (int base = 0; base < vocabulary; base += THREADS) {
+            int token = base + threadIdx.x;
+            u32 value = token < vocabulary ? bits(token) : 0u;
+            u32 likely = __ballot_sync(0xFFFFFFFFu, value >= LIKELY);
+            if (likely == 0) continue;
+            int lane = threadIdx.x & 31, first = 0;
+            if (lane == 0) first = atomicAdd(&size, __popc(likely));
+            int place = __shfl_sync(0xFFFFFFFFu, first, 0) + __popc(likely & ((1u << lane) - 1));
+            if (value >= LIKELY && place < LISTED) values[place] = value;
+        }
+        __syncthreads();
+        return size;
+    }
+
+    // Weight of the listed tokens from `floor` up.
+    static DEVICE u64 listed_total(const List& list, u32 floor, u64* scratch) {
+        u64 sum = 0;
+        for (int i = threadIdx.x; i < list.size; i += THREADS)
+            if (list.values[i] >= floor) sum += weight(list.values[i]);
+        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+        __syncthreads();
+        if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = sum;
+        __syncthreads();
+        u64 all = 0;
+        for (int i = 0; i < WARPS; ++i) all += scratch[i];
+        __syncthreads();
+        return all;
     }
 
     // Weight of the tokens from `floor` up, in each warp's share of the vocabulary and in all.
@@ -124,6 +172,7 @@ struct Best {
 // Grid: rows to choose for. tokens[i] becomes the choice of rows[i], INVALID_TOKEN where the logits are unusable.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const float* all_logits, const Row* rows, int vocabulary, int* tokens) {
     __shared__ u64 histogram[256];
+    __shared__ u32 listed[LISTED];
     __shared__ float best_values[WARPS];
     __shared__ int best_tokens[WARPS];
     let_next_kernel_start();
@@ -147,13 +196,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const float* a
 
     Sampler sampler{logits, vocabulary, best.value, row.inverse_temperature};
     u32 floor = max(__float_as_uint(row.min_p), 1u);
-    if (row.top_k > 0 && row.top_k < vocabulary) floor = max(floor, sampler.threshold<true>(1u, u64(row.top_k), histogram));
-    u64 all = sampler.total(floor, histogram);
-    if (row.top_p < 1.0f) {
+    bool by_rank = row.top_k > 0 && row.top_k < vocabulary, by_mass = row.top_p < 1.0f;
+    List likely{listed, by_rank || by_mass ? sampler.list(listed) : 0};
+    bool all_listed = likely.size <= LISTED;
+    if (by_rank)
+        floor = max(floor, all_listed && likely.size >= row.top_k
+                               ? Sampler::threshold<true>(likely, 1u, u64(row.top_k), histogram)
+                               : Sampler::threshold<true>(sampler, 1u, u64(row.top_k), histogram));
+    u64 all = 0;
+    if (by_mass) {
+        all = all_listed && floor >= LIKELY ? Sampler::listed_total(likely, floor, histogram) : sampler.total(floor, histogram);
         u64 wanted = max(u64(double(all) * double(row.top_p)), u64(1));
-        floor = max(floor, sampler.threshold<false>(floor, wanted, histogram));
-        all = sampler.total(floor, histogram);
+        bool enough = all_listed && (floor >= LIKELY || Sampler::listed_total(likely, floor, histogram) >= wanted);
+        floor = max(floor, enough ? Sampler::threshold<false>(likely, floor, wanted, histogram)
+                                  : Sampler::threshold<false>(sampler, floor, wanted, histogram));
     }
+    all = sampler.total(floor, histogram);
     u64 target = u64(double(all) * uniform(row.key, row.position));
     u64 before = 0;
     int owner = 0;
