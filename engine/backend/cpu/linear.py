@@ -46,7 +46,7 @@ class CpuLinear:
         """
         first = 0
         for part in self.parts:
-            part.apply(x, out[:, first : first + part.rows], scratch)
+            part.apply(x, out, first, scratch)
             first += part.rows
 
     def scratch_size(self, max_tokens: int) -> int:

@@ -27,8 +27,8 @@ class LinearPart(Protocol):
     def tensors(self) -> Sequence[HostTensor]:
         """Everything that is resident."""
 
-    def apply(self, x: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> None:
-        """``out = x @ W.T + bias``; float32 x [T, K], out [T, rows] or columns of a wider array."""
+    def apply(self, x: np.ndarray, out: np.ndarray, column: int, scratch: np.ndarray) -> None:
+        """``x @ W.T + bias`` to the columns of `out` from `column` on; see `CpuLinear.apply`."""
 
     def scratch_size(self, max_tokens: int) -> int:
         """float32 elements of scratch that each thread needs for up to `max_tokens` tokens."""

@@ -8,15 +8,29 @@ from typing import Self
 
 import numpy as np
 from numba import prange
-from numpy import float32
 
-from engine.backend.cpu.floats import decode_bf16, decode_e4m3
-from engine.backend.cpu.jit import REASSOCIATE, kernel
+from engine.backend.cpu.jit import kernel
 from engine.backend.cpu.linear_part import Allocate, biases, row_scales
+from engine.backend.cpu.registers import (
+    LANES,
+    WIDE,
+    accumulate_rows,
+    accumulate_first,
+    load,
+    load_first,
+    load_quad,
+    multiply_add,
+    store,
+    store_quads,
+    sum_lanes,
+    zeros,
+)
 from engine.backend.cpu.tensor import HostTensor
 from engine.backend.protocol import DType, LinearSource, WeightFormat
 
 __all__ = ["PlainRows"]
+
+_NO_FACTORS = np.empty((2, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +56,13 @@ class PlainRows:
         if is_bf16 and not bias.size:
             return cls(weight, None)
         try:
-            factors = allocate((2, rows), DType.FLOAT32)
+            factors = allocate((2, -(-rows // 4) * 4), DType.FLOAT32)
         except BaseException:
             weight.buffer.close()
             raise
-        factors.array[0] = row_scales(sources)
-        factors.array[1] = bias if bias.size else 0
+        factors.array[:, rows:] = 0
+        factors.array[0, :rows] = row_scales(sources)
+        factors.array[1, :rows] = bias if bias.size else 0
         return cls(weight, factors)
 
     @property
@@ -60,44 +75,99 @@ class PlainRows:
         """Everything that is resident."""
         return (self.weight,) if self.factors is None else (self.weight, self.factors)
 
-    def apply(self, x: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> None:
-        """``out = x @ W.T + bias``; float32 x [T, K], out [T, rows] or columns of a wider array."""
-        multiply = _multiply_bf16 if self.weight.dtype is DType.BFLOAT16 else _multiply_e4m3
-        factors = np.empty((2, 0), np.float32) if self.factors is None else self.factors.array
-        multiply(self.weight.array, factors, x, out, scratch.shape[0])
+    def apply(self, x: np.ndarray, out: np.ndarray, column: int, scratch: np.ndarray) -> None:
+        """``x @ W.T + bias`` to the columns of `out` from `column` on."""
+        factors = _NO_FACTORS if self.factors is None else self.factors.array
+        _multiply(self.weight.array, factors, x, out, column, scratch)
 
     def scratch_size(self, max_tokens: int) -> int:
         """float32 elements of scratch that each thread needs for up to `max_tokens` tokens."""
-        return 0
+        return LANES
 
 
-@kernel(parallel=True, fastmath=REASSOCIATE)
-def _multiply_bf16(
-    weight: np.ndarray, factors: np.ndarray, x: np.ndarray, out: np.ndarray, parts: int
+_ONE, _TWO, _FOUR = (0,), (0,) * 2, (0,) * 4
+"""Tiles: a tuple's length says how many tokens' sums a kernel keeps in registers."""
+_CACHED = 1 << 16
+"""Weights that stay in a core's own cache while all tokens go by."""
+
+
+@kernel(parallel=True)
+def _multiply(
+    weight: np.ndarray, factors: np.ndarray, x: np.ndarray, out: np.ndarray, column: int, scratch: np.ndarray
 ) -> None:
+    parts = scratch.shape[0]
     for part in prange(parts):
-        for n in range(weight.shape[0] * part // parts, weight.shape[0] * (part + 1) // parts):
-            row = weight[n]
-            for t in range(x.shape[0]):
-                token = x[t]
-                total = float32(0.0)
-                for k in range(row.size):
-                    total += decode_bf16(row[k]) * token[k]
-                if factors.shape[1]:
-                    total = total * factors[0, n] + factors[1, n]
-                out[t, n] = total
+        _multiply_part(weight, factors, np.int64(part), parts, x, out, column, scratch[part])
 
 
-@kernel(parallel=True, fastmath=REASSOCIATE)
-def _multiply_e4m3(
-    weight: np.ndarray, factors: np.ndarray, x: np.ndarray, out: np.ndarray, parts: int
+@kernel()
+def _multiply_part(
+    weight: np.ndarray,
+    factors: np.ndarray,
+    part: int,
+    parts: int,
+    x: np.ndarray,
+    out: np.ndarray,
+    column: int,
+    scratch: np.ndarray,
 ) -> None:
-    for part in prange(parts):
-        for n in range(weight.shape[0] * part // parts, weight.shape[0] * (part + 1) // parts):
-            row = weight[n]
-            for t in range(x.shape[0]):
-                token = x[t]
-                total = float32(0.0)
-                for k in range(row.size):
-                    total += decode_e4m3(row[k]) * token[k]
-                out[t, n] = total * factors[0, n] + factors[1, n]
+    """Part `part` of `parts` of the rows, for all tokens."""
+    quads, tokens = (weight.shape[0] + 3) // 4, x.shape[0]
+    end = quads * (part + 1) // parts * 4
+    fours, twos = (tokens // 4 * 4, tokens // 2 * 2) if WIDE else (0, 0)
+    step = max(_CACHED // max(x.shape[1], 1) // 4 * 4, 4)
+    for first in range(quads * part // parts * 4, end, step):
+        last = min(first + step, end)
+        for t in range(0, fours, 4):
+            _sweep(weight, factors, first, last, x, t, out, column, scratch, _FOUR)
+        for t in range(fours, twos, 2):
+            _sweep(weight, factors, first, last, x, t, out, column, scratch, _TWO)
+        for t in range(twos, tokens):
+            _sweep(weight, factors, first, last, x, t, out, column, scratch, _ONE)
+
+
+@kernel()
+def _sweep(
+    weight: np.ndarray,
+    factors: np.ndarray,
+    first: int,
+    last: int,
+    x: np.ndarray,
+    token: int,
+    out: np.ndarray,
+    column: int,
+    scratch: np.ndarray,
+    tile: tuple[int, ...],
+) -> None:
+    """Rows first..last, four at a time, for as many tokens from `token` on as `tile` has elements."""
+    rows, columns = weight.shape
+    whole = columns // LANES * LANES
+    left, start = columns - whole, token * columns
+    for row in range(first, last, 4):
+        # Rows behind the last are computed as the last again, and not stored.
+        row0 = row * columns
+        row1 = min(row + 1, rows - 1) * columns
+        row2 = min(row + 2, rows - 1) * columns
+        row3 = min(row + 3, rows - 1) * columns
+        sums0, sums1, sums2, sums3 = zeros(tile), zeros(tile), zeros(tile), zeros(tile)
+        for k in range(0, whole, LANES):
+            sums0 = accumulate_rows(sums0, load(weight, row0 + k), x, start + k, columns)
+            sums1 = accumulate_rows(sums1, load(weight, row1 + k), x, start + k, columns)
+            sums2 = accumulate_rows(sums2, load(weight, row2 + k), x, start + k, columns)
+            sums3 = accumulate_rows(sums3, load(weight, row3 + k), x, start + k, columns)
+        if left:
+            k = whole
+            sums0 = accumulate_first(sums0, load_first(weight, row0 + k, left), x, start + k, columns, left)
+            sums1 = accumulate_first(sums1, load_first(weight, row1 + k, left), x, start + k, columns, left)
+            sums2 = accumulate_first(sums2, load_first(weight, row2 + k, left), x, start + k, columns, left)
+            sums3 = accumulate_first(sums3, load_first(weight, row3 + k, left), x, start + k, columns, left)
+        totals = sum_lanes(sums0, sums1, sums2, sums3)
+        if factors.shape[1] > 0:
+            totals = multiply_add(totals, load_quad(factors, row), load_quad(factors, factors.shape[1] + row))
+        if row + 4 <= rows:
+            store_quads(out, token * out.shape[1] + column + row, out.shape[1], totals, tile)
+        else:
+            store(scratch, 0, totals)
+            for t in range(len(tile)):
+                for r in range(rows - row):
+                    out[token + t, column + row + r] = scratch[4 * t + r]

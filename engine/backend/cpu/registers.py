@@ -1,0 +1,384 @@
+"""Vector registers as values in compiled kernels.
+
+numba's loops use vector registers where LLVM finds a way; a kernel that depends on it says so with these. A register
+holds 16 float32 or uint32. LLVM turns what is done to it into the instructions that the machine has: one register of
+512 bits, or two, or four. Kernels hold what they accumulate in tuples of registers: the length is known when they are
+compiled, so the registers stay registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, models, register_model
+
+__all__ = [
+    "LANES",
+    "WIDE",
+    "accumulate_broadcast",
+    "accumulate_first",
+    "accumulate_rows",
+    "decode_e2m1",
+    "load",
+    "load_first",
+    "load_quad",
+    "multiply",
+    "multiply_add",
+    "shift_right",
+    "store",
+    "store_quads",
+    "store_tokens",
+    "sum_lanes",
+    "zero",
+    "zeros",
+]
+
+LANES = 16
+"""Elements of a register."""
+
+
+class Register(types.Type):  # type: ignore[misc]  # numba has no types
+    """16 elements, float32 or uint32."""
+
+    def __init__(self, element: str) -> None:
+        super().__init__(name=f"Register({element})")
+        self.element = element
+
+
+_BYTE, _SHORT, _WORD, _INDEX, _FLOAT = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
+_BYTES, _SHORTS, _WORDS, _FLOATS = (ir.VectorType(element, LANES) for element in (_BYTE, _SHORT, _WORD, _FLOAT))
+
+_Float32s, _Uint32s = Register("float32"), Register("uint32")
+
+_LOADED = {
+    types.float32: (_Float32s, _FLOATS),
+    types.uint32: (_Uint32s, _WORDS),
+    types.uint16: (_Float32s, _SHORTS),
+    types.uint8: (_Float32s, _BYTES),
+}
+"""What a load of an array's elements gives, and the vector that is read for it."""
+
+
+@register_model(Register)
+class _RegisterModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, register: Register) -> None:
+        super().__init__(manager, register, _FLOATS if register.element == "float32" else _WORDS)
+
+
+def _has(context: Any, feature: str) -> bool:
+    """Whether the machine that is compiled for has `feature`."""
+    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
+
+
+WIDE = _has(cpu_target.target_context, "avx512f")
+"""A register of 16 elements is one of the machine's, and there are 32 of them. Elsewhere kernels hold fewer."""
+
+
+def _constant(value: float, vector: ir.VectorType = _WORDS) -> ir.Constant:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, in one operation where the machine has it."""
+    return _call(builder, "llvm.fmuladd.v16f32", _FLOATS, a, b, c)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_WORD, len(lanes)), lanes))
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Pointer to an array's element, counted from its first one in memory."""
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+
+
+def _read(builder: Any, pointer: Any, vector: ir.VectorType) -> Any:
+    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
+
+
+def _write(builder: Any, value: Any, pointer: Any) -> None:
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=1)
+
+
+# -- elements ----------------------------------------------------------------------------------------------
+
+
+def _decoded(builder: Any, raw: Any) -> Any:
+    """uint8 is E4M3 and uint16 is bfloat16: both become float32. The others are what they are."""
+    if raw.type == _SHORTS:
+        return builder.bitcast(builder.shl(builder.zext(raw, _WORDS), _constant(16)), _FLOATS)
+    if raw.type == _BYTES:
+        return _decoded_e4m3(builder, builder.zext(raw, _WORDS))
+    return raw
+
+
+def _decoded_e4m3(builder: Any, codes: Any) -> Any:
+    """As `engine.backend.cpu.floats.decode_e4m3`: exact, with subnormals and NaN."""
+    magnitude = builder.and_(codes, _constant(0x7F))
+    sign = builder.shl(builder.and_(codes, _constant(0x80)), _constant(24))
+    normal = builder.add(builder.shl(magnitude, _constant(20)), _constant(120 << 23))
+    subnormal = builder.fmul(builder.sitofp(magnitude, _FLOATS), _constant(2.0**-9, _FLOATS))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, _constant(8))
+    bits = builder.select(is_subnormal, builder.bitcast(subnormal, _WORDS), normal)
+    is_nan = builder.icmp_unsigned("==", magnitude, _constant(0x7F))
+    bits = builder.select(is_nan, _constant(0x7FC0_0000), bits)
+    return builder.bitcast(builder.or_(bits, sign), _FLOATS)
+
+
+_E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@intrinsic
+def decode_e2m1(typing: Any, codes: Any) -> Any:
+    """float32 of the E2M1 code in the low four bits of each lane. Higher bits may be anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (code,) = arguments
+        if _has(context, "avx512f"):
+            table = ir.Constant(_FLOATS, _E2M1 + [-value for value in _E2M1])
+            return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, code)
+        sign = builder.shl(builder.and_(code, _constant(8)), _constant(28))
+        if _has(context, "avx2"):
+            magnitude = _looked_up_in_halves(builder, code)
+        else:
+            bits = builder.and_(code, _constant(7))
+            # E2M1's exponent and mantissa, moved to float32's place and bias. 0 and 0.5 have no exponent.
+            normal = builder.add(builder.shl(bits, _constant(22)), _constant(126 << 23))
+            zero_or_half = builder.and_(builder.sub(_constant(0), bits), _constant(126 << 23))
+            magnitude = builder.select(builder.icmp_unsigned("<", bits, _constant(2)), zero_or_half, normal)
+        return builder.bitcast(builder.or_(magnitude, sign), _FLOATS)
+
+    return _Float32s(codes), generate
+
+
+def _looked_up_in_halves(builder: Any, code: Any) -> Any:
+    """E2M1's magnitudes by AVX2's permutation, which looks at three bits of each lane."""
+    halves = []
+    floats, table = ir.VectorType(_FLOAT, 8), ir.Constant(ir.VectorType(_FLOAT, 8), _E2M1)
+    for first in (0, 8):
+        half = _shuffle(builder, code, code, list(range(first, first + 8)))
+        halves.append(_call(builder, "llvm.x86.avx2.permps", floats, table, half))
+    return builder.bitcast(_shuffle(builder, *halves, list(range(LANES))), _WORDS)
+
+
+# -- to and from memory ------------------------------------------------------------------------------------
+
+
+@intrinsic
+def load(typing: Any, array: Any, index: Any) -> Any:
+    """A register of 16 consecutive elements. uint8 is decoded as E4M3, uint16 as bfloat16."""
+    register, vector = _LOADED[array.dtype]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _data(context, builder, signature.args[0], *arguments)
+        return _decoded(builder, _read(builder, pointer, vector))
+
+    return register(array, types.intp), generate
+
+
+@intrinsic
+def load_first(typing: Any, array: Any, index: Any, count: Any) -> Any:
+    """As `load`, but of the first `count` elements only; the other lanes are zero."""
+    register, vector = _LOADED[array.dtype]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, index, count = arguments
+        pointer = _data(context, builder, signature.args[0], source, index)
+        return _decoded(builder, _read_first(builder, pointer, vector, count))
+
+    return register(array, types.intp, types.intp), generate
+
+
+def _read_first(builder: Any, pointer: Any, vector: ir.VectorType, count: Any) -> Any:
+    padded = cgutils.alloca_once(builder, vector)
+    builder.store(ir.Constant(vector, None), padded)
+    size = ir.Constant(_INDEX, vector.element.width // 8 if vector != _FLOATS else 4)
+    cgutils.raw_memcpy(builder, builder.bitcast(padded, pointer.type), pointer, count, size)
+    return builder.load(padded)
+
+
+@intrinsic
+def store_tokens(
+    typing: Any, array: Any, index: Any, stride: Any, sums: Any, scale: Any, bias: Any, count: Any
+) -> Any:
+    """``sums[t] * scale + bias`` to 16 elements from ``index + t * stride`` on, for the first `count` of `sums`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, stride, sums, scale, bias, count = arguments
+        pointer = _data(context, builder, signature.args[0], array, index)
+        for t in range(len(signature.args[3])):
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(_INDEX, t), count)):
+                result = _fused(builder, builder.extract_value(sums, t), scale, bias)
+                distance = builder.mul(ir.Constant(_INDEX, t), stride)
+                _write(builder, result, builder.gep(pointer, [distance]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, sums, scale, bias, types.intp), generate
+
+
+@intrinsic
+def load_quad(typing: Any, array: Any, index: Any) -> Any:
+    """Four consecutive float32, four times."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        quad = _read(builder, _data(context, builder, signature.args[0], *arguments), ir.VectorType(_FLOAT, 4))
+        return _shuffle(builder, quad, quad, [0, 1, 2, 3] * 4)
+
+    return _Float32s(array, types.intp), generate
+
+
+@intrinsic
+def store(typing: Any, array: Any, index: Any, register: Any) -> Any:
+    """16 consecutive elements."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, register = arguments
+        _write(builder, register, _data(context, builder, signature.args[0], array, index))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, register), generate
+
+
+@intrinsic
+def store_quads(typing: Any, array: Any, index: Any, stride: Any, register: Any, tile: Any) -> Any:
+    """Lanes ``4 t`` to ``4 t + 3`` from ``index + t * stride`` on, for as many t as `tile` has elements."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, stride, register, _ = arguments
+        pointer = _data(context, builder, signature.args[0], array, index)
+        for t in range(len(tile)):
+            _write(builder, _shuffle(builder, register, register, list(range(4 * t, 4 * t + 4))), pointer)
+            pointer = builder.gep(pointer, [stride])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, register, tile), generate
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def zero(typing: Any) -> Any:
+    """A register of zeros."""
+    return _Float32s(), lambda *_: _constant(0.0, _FLOATS)
+
+
+@intrinsic
+def zeros(typing: Any, tile: Any) -> Any:
+    """Registers of zeros, as many as the tuple `tile` has elements."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        registers = [_constant(0.0, _FLOATS)] * len(tile)
+        return context.make_tuple(builder, signature.return_type, registers)
+
+    return types.UniTuple(_Float32s, len(tile))(tile), generate
+
+
+@intrinsic
+def multiply(typing: Any, a: Any, b: Any) -> Any:
+    """``a * b``"""
+    return _Float32s(a, b), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+
+
+@intrinsic
+def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once where the machine can."""
+    return _Float32s(a, b, c), lambda context, builder, signature, arguments: _fused(builder, *arguments)
+
+
+@intrinsic
+def shift_right(typing: Any, codes: Any) -> Any:
+    """The next four bits of each lane, where the lowest were."""
+    return _Uint32s(codes), lambda context, builder, signature, arguments: builder.lshr(*arguments, _constant(4))
+
+
+@intrinsic
+def accumulate_broadcast(typing: Any, sums: Any, weight: Any, array: Any, index: Any) -> Any:
+    """``sums[t] + weight * array[index + t]`` for each of `sums`: one number for all lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, weight, array, index = arguments
+        pointer = _data(context, builder, signature.args[2], array, index)
+        results = []
+        for t in range(len(signature.args[0])):
+            number = builder.load(builder.gep(pointer, [ir.Constant(_INDEX, t)]))
+            lowest = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.Constant(_WORD, 0))
+            everywhere = _shuffle(builder, lowest, lowest, [0] * LANES)
+            results.append(_fused(builder, weight, everywhere, builder.extract_value(sums, t)))
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return sums(sums, weight, array, types.intp), generate
+
+
+@intrinsic
+def accumulate_rows(typing: Any, sums: Any, weight: Any, array: Any, index: Any, stride: Any) -> Any:
+    """``sums[t] + weight * array[index + t * stride :][:16]`` for each of `sums`: a number for each lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, weight, array, index, stride = arguments
+        pointer = _data(context, builder, signature.args[2], array, index)
+        results = []
+        for t in range(len(signature.args[0])):
+            numbers = _read(builder, pointer, _FLOATS)
+            results.append(_fused(builder, weight, numbers, builder.extract_value(sums, t)))
+            pointer = builder.gep(pointer, [stride])
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return sums(sums, weight, array, types.intp, types.intp), generate
+
+
+@intrinsic
+def accumulate_first(
+    typing: Any, sums: Any, weight: Any, array: Any, index: Any, stride: Any, count: Any
+) -> Any:
+    """As `accumulate_rows`, but of the first `count` lanes only."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, weight, array, index, stride, count = arguments
+        pointer = _data(context, builder, signature.args[2], array, index)
+        results = []
+        for t in range(len(signature.args[0])):
+            numbers = _read_first(builder, pointer, _FLOATS, count)
+            results.append(_fused(builder, weight, numbers, builder.extract_value(sums, t)))
+            pointer = builder.gep(pointer, [stride])
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return sums(sums, weight, array, types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def sum_lanes(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The sum over the lanes of ``a[t], b[t], c[t], d[t]`` in lanes ``4 t`` to ``4 t + 3``, for tuples of up to four.
+
+    A register's lanes are added in pairs, pairs of pairs and so on, whatever other registers there are.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        tokens = range(len(signature.args[0]))
+        level = [builder.extract_value(sums, t) for t in tokens for sums in arguments]
+        even, odd = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
+        for _ in range(LANES.bit_length() - 1):
+            if len(level) % 2:
+                level.append(level[-1])
+            level = [
+                builder.fadd(_shuffle(builder, left, right, even), _shuffle(builder, left, right, odd))
+                for left, right in zip(level[::2], level[1::2], strict=True)
+            ]
+        return level[0]
+
+    return _Float32s(a, b, c, d), generate
