@@ -146,12 +146,12 @@ def _residencies(blocks: int, threads: int, shared_bytes: int) -> tuple[Residenc
 # -- few ---------------------------------------------------------------------------------------------------
 
 FEW_TOKENS = 8
-_FEW_STAGES = {"Nvfp4": 4, "Fp8": 3}
+_FEW_STAGES = {"Nvfp4": 3, "Fp8": 2}
 """Units in flight for a warp. More would leave too small an L1 cache for the activations."""
 _FEW_SUMS_BYTES = 1 << 10
 """a warp's two partial row blocks"""
-_FEW_RESIDENCIES = ((3, 8), (2, 8), (1, 16))
-"""blocks of a multiprocessor, warps of a block"""
+_FEW_RESIDENCIES = ((4, 8), (2, 16), (3, 8), (2, 8))
+"""Blocks of a multiprocessor, warps of a block. 32 warps hide the latency of decoding, 16 do not."""
 
 
 def _few(layout: WeightLayout, shared_bytes: int) -> Product:

@@ -197,7 +197,7 @@ struct FewTokensKernel {
 
 // Blocks have 8 or 16 warps. Needs columns in multiples of 8: activations are read 16 bytes at a time.
 #define LINEAR_FEW_KERNEL(NAME, FORMAT, STAGES)                                                                               \
-    extern "C" __global__ void __launch_bounds__(512)                                                                         \
+    extern "C" __global__ void __launch_bounds__(512, 2)                                                                      \
         NAME(const u8* weight, const float* row_scale, const float* bias, const u16* x, void* out, i64 out_stride,             \
              int float_out, int tokens, int rows, int columns, int split, float4* partials, u32* arrived) {                    \
         Shares shares{u32(rows + BLOCK_ROWS - 1) / BLOCK_ROWS, u32(columns + UNIT_COLUMNS - 1) / UNIT_COLUMNS, split != 0};    \

@@ -2,14 +2,14 @@
 //
 // One block a row. Probabilities relative to the likeliest token are weighed in fixed point, so that sums do not depend on
 // the order of addition. Thresholds (top-k, top-p) are found bit group by bit group in histograms of the probabilities' bits;
-// nearly always among the few tokens that are not far less likely than the likeliest, which are listed first.
+// nearly always among a few thousand tokens, the likeliest, which are listed first.
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr int INVALID_TOKEN = -1;
 constexpr int LISTED = 4096;               // likely tokens that are kept in shared memory
-constexpr u32 LIKELY = 0x39000000u;        // 2^-13 of the likeliest
+constexpr int CUTS = 10;                   // tokens are likely from 2^-2, 2^-4, … of the likeliest
 constexpr float WEIGHT_ONE = 17592186044416.0f;  // 2^44: sums of 2^19 tokens fit in 63 bits
 
 struct Row {
@@ -65,10 +65,20 @@ struct Sampler {
         for (int shift = 24; shift >= 0; shift -= 8) {
             for (int bin = threadIdx.x; bin < 256; bin += THREADS) histogram[bin] = 0;
             __syncthreads();
-            for (int token = threadIdx.x; token < tokens.count(); token += THREADS) {
-                u32 value = tokens.bits(token);
-                if (value < floor || value == 0 || (shift < 24 && value >> (shift + 8) != prefix)) continue;
-                atomicAdd(histogram + ((value >> shift) & 255u), COUNT ? 1ull : weight(value));
+            for (int base = 0; base < tokens.count(); base += THREADS) {
+                int token = base + threadIdx.x;
+                u32 value = token < tokens.count() ? tokens.bits(token) : 0u;
+                bool counts = value >= floor && value != 0 && (shift == 24 || value >> (shift + 8) == prefix);
+                u32 counting = __ballot_sync(0xFFFFFFFFu, counts);
+                if (!counts) continue;
+                // Most tokens fall into few bins: those of a warp that share one are added first.
+                u32 bin = (value >> shift) & 255u, peers = __match_any_sync(counting, bin);
+                u64 sum = __popc(peers);
+                if (!COUNT) {
+                    u64 own = weight(value);
+                    sum = __reduce_add_sync(peers, u32(own) & 0x3FFFFFu) + (u64(__reduce_add_sync(peers, u32(own >> 22))) << 22);
+                }
+                if ((threadIdx.x & 31) == u32(__ffs(peers) - 1)) atomicAdd(histogram + bin, sum);
             }
             __syncthreads();
             if (threadIdx.x == 0) {
@@ -84,20 +94,44 @@ struct Sampler {
         return prefix;
     }
 
-    // Lists the likely tokens; returns how many there are, which may be more than are listed.
-    DEVICE int list(u32* values) const {
+    // The least probability of which those that are not less fit the list.
+    DEVICE u32 likely() const {
+        __shared__ int sizes[CUTS];
+        if (threadIdx.x < CUTS) sizes[threadIdx.x] = 0;
+        __syncthreads();
+        int counts[CUTS] = {};
+        for (int token = threadIdx.x; token < vocabulary; token += THREADS) {
+            u32 value = bits(token);
+#pragma unroll
+            for (int i = 0; i < CUTS; ++i) counts[i] += value >= cut(i);
+        }
+#pragma unroll
+        for (int i = 0; i < CUTS; ++i) {
+            int sum = __reduce_add_sync(0xFFFFFFFFu, counts[i]);
+            if ((threadIdx.x & 31) == 0) atomicAdd(sizes + i, sum);
+        }
+        __syncthreads();
+        int last = 0;
+        while (last + 1 < CUTS && sizes[last + 1] <= LISTED) ++last;
+        return cut(last);
+    }
+
+    static DEVICE u32 cut(int i) { return u32(127 - 2 * (i + 1)) << 23; }
+
+    // Lists the tokens from `likely` up; returns how many there are, which may be more than are listed.
+    DEVICE int list(u32 likely_from, u32* values) const {
         __shared__ int size;
         if (threadIdx.x == 0) size = 0;
         __syncthreads();
         for (int base = 0; base < vocabulary; base += THREADS) {
             int token = base + threadIdx.x;
             u32 value = token < vocabulary ? bits(token) : 0u;
-            u32 likely = __ballot_sync(0xFFFFFFFFu, value >= LIKELY);
+            u32 likely = __ballot_sync(0xFFFFFFFFu, value >= likely_from);
             if (likely == 0) continue;
             int lane = threadIdx.x & 31, first = 0;
             if (lane == 0) first = atomicAdd(&size, __popc(likely));
             int place = __shfl_sync(0xFFFFFFFFu, first, 0) + __popc(likely & ((1u << lane) - 1));
-            if (value >= LIKELY && place < LISTED) values[place] = value;
+            if (value >= likely_from && place < LISTED) values[place] = value;
         }
         __syncthreads();
         return size;
@@ -197,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const float* a
     Sampler sampler{logits, vocabulary, best.value, row.inverse_temperature};
     u32 floor = max(__float_as_uint(row.min_p), 1u);
     bool by_rank = row.top_k > 0 && row.top_k < vocabulary, by_mass = row.top_p < 1.0f;
-    List likely{listed, by_rank || by_mass ? sampler.list(listed) : 0};
+    u32 likely_from = by_rank || by_mass ? sampler.likely() : 0u;
+    List likely{listed, by_rank || by_mass ? sampler.list(likely_from, listed) : 0};
     bool all_listed = likely.size <= LISTED;
     if (by_rank)
         floor = max(floor, all_listed && likely.size >= row.top_k
@@ -205,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const float* a
                                : Sampler::threshold<true>(sampler, 1u, u64(row.top_k), histogram));
     u64 all = 0;
     if (by_mass) {
-        all = all_listed && floor >= LIKELY ? Sampler::listed_total(likely, floor, histogram) : sampler.total(floor, histogram);
+        all = all_listed && floor >= likely_from ? Sampler::listed_total(likely, floor, histogram) : sampler.total(floor, histogram);
         u64 wanted = max(u64(double(all) * double(row.top_p)), u64(1));
-        bool enough = all_listed && (floor >= LIKELY || Sampler::listed_total(likely, floor, histogram) >= wanted);
+        bool enough = all_listed && (floor >= likely_from || Sampler::listed_total(likely, floor, histogram) >= wanted);
         floor = max(floor, enough ? Sampler::threshold<false>(likely, floor, wanted, histogram)
                                   : Sampler::threshold<false>(sampler, floor, wanted, histogram));
     }
