@@ -117,7 +117,7 @@ class CudaBackend:
     def empty(self, shape: tuple[int, ...], dtype: DType) -> CudaTensor:
         """Uninitialised tensor, tagged by the current memory scope."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return CudaTensor.of(self._memory.allocate(size, stream=self.device.stream), shape, dtype)
+        return CudaTensor.of(self.device.allocate(self._memory, size), shape, dtype)
 
     @allocation_helper
     def from_host(self, array: np.ndarray, dtype: DType) -> CudaTensor:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backend.cuda.compiler import KernelCompiler, architecture
 from engine.errors import ConfigurationError, EngineError
+from engine.memory.scope import allocation_helper
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cuda.core import Device, Kernel, LaunchConfig, ObjectCode, Stream
+    from cuda.core import Buffer, Device, Kernel, LaunchConfig, MemoryResource, ObjectCode, Stream
 
 MINIMUM_DRIVER = (13, 0)
 """the CUDA version a driver must know: cuda.core and the compiler are of that generation"""
@@ -69,6 +70,11 @@ class CudaDevice:
         self._modules: dict[str, ObjectCode] = {}
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._configs: dict[tuple[Any, ...], LaunchConfig] = {}
+
+    @allocation_helper
+    def allocate(self, memory: MemoryResource, size: int) -> Buffer:
+        """`size` bytes of `memory` whose use, and free, are ordered by the stream."""
+        return memory.allocate(size, stream=self.stream)
 
     def load(self, name: str, source: str | None = None) -> None:
         """Compile ``kernels/NAME.cu``, or `source`, so that `kernel` finds what is in it."""

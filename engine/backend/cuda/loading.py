@@ -68,7 +68,7 @@ class WeightUploader:
         scale_at = aligned(weight_bytes)
         bias_at = scale_at + (aligned(rows * 4) if has_scale else 0)
         size = bias_at + rows * 4 if has_bias else scale_at + rows * 4 if has_scale else weight_bytes
-        buffer = self._memory.allocate(size, stream=self._device.stream)
+        buffer = self._device.allocate(self._memory, size)
         try:
             self._fill(buffer, parts, scale_at if has_scale else None, bias_at if has_bias else None)
         except BaseException:
@@ -110,7 +110,7 @@ class WeightUploader:
         tag = current_tag()
         largest = max(bytes_of_rows(part, part.shape[0]) for part in parts)
         with memory_scope(f"repack/{tag.partition('/')[2] or tag}"):
-            scratch = self._memory.allocate(min(largest, CHUNK_BYTES), stream=self._device.stream)
+            scratch = self._device.allocate(self._memory, min(largest, CHUNK_BYTES))
         row_blocks = -(-sum(part.shape[0] for part in parts) // BLOCK_ROWS)
         try:
             row = 0

@@ -23,6 +23,7 @@ _BLOCK_RESERVED_BYTES = 1 << 10
 _MOST_STAGES = 8
 _LEAST_EFFICIENCY = 0.88
 """Whole tiles are dealt out where so much of the device is busy then; else tiles are split along K."""
+_LEAST_STEPS = 4
 MOST_SPLIT_TILES = 1 << 16
 """arrival counters that are kept; more tiles than that are dealt out whole"""
 ACTIVATION_ALIGNMENT = 8
@@ -44,6 +45,8 @@ class Residency:
     """of a block"""
     shared_bytes: int
     """dynamic shared memory of a block"""
+    least_steps: int
+    """fewer are not worth such a block"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,8 @@ class Product:
     tile_tokens: int
     step_units: int
     """units along K of a step"""
-    least_steps: int
-    """fewer are not worth a block of their own"""
     residencies: tuple[Residency, ...]
-    """ways of filling a multiprocessor, the most blocks first"""
+    """ways of filling a multiprocessor, the better first"""
 
     @property
     def partial_bytes(self) -> int:
@@ -105,7 +106,9 @@ def products(family: Family, format: WeightFormat, shared_bytes: int) -> tuple[P
         return (_few(layout, shared_bytes),)
     if family is Family.HOPPER:
         return tuple(_hopper(layout, shared_bytes, shape) for shape in _HOPPER_SHAPES)
-    return tuple(_portable(layout, shared_bytes, shape) for shape in _PORTABLE_SHAPES)
+    # Few tokens of weights in units come here only if their columns cannot be read together.
+    shapes = _PORTABLE_SHAPES[2:] if layout.stored_in_units else _PORTABLE_SHAPES
+    return tuple(_portable(layout, shared_bytes, shape) for shape in shapes)
 
 
 def product_for(family: Family, format: WeightFormat, shared_bytes: int, tokens: int) -> Product:
@@ -140,7 +143,7 @@ def _stages(shared_bytes: int, blocks: int, fixed: int, stage: int, most: int = 
 
 def _residencies(blocks: int, threads: int, shared_bytes: int) -> tuple[Residency, ...]:
     """Up to `blocks` equal blocks."""
-    return tuple(Residency(count, threads, shared_bytes) for count in range(blocks, 0, -1))
+    return tuple(Residency(count, threads, shared_bytes, _LEAST_STEPS) for count in range(blocks, 0, -1))
 
 
 # -- few ---------------------------------------------------------------------------------------------------
@@ -150,8 +153,9 @@ _FEW_STAGES = {"Nvfp4": 3, "Fp8": 2}
 """Units in flight for a warp. More would leave too small an L1 cache for the activations."""
 _FEW_SUMS_BYTES = 1 << 10
 """a warp's two partial row blocks"""
-_FEW_RESIDENCIES = ((4, 8), (2, 16), (3, 8), (2, 8))
-"""Blocks of a multiprocessor, warps of a block. 32 warps hide the latency of decoding, 16 do not."""
+_FEW_RESIDENCIES = ((3, 8), (4, 8), (2, 16), (2, 8))
+"""Blocks of a multiprocessor, warps of a block. 24 or 32 warps hide the latency of decoding, 16 do not."""
+_FEW_LEAST_WARP_STEPS = 3
 
 
 def _few(layout: WeightLayout, shared_bytes: int) -> Product:
@@ -169,9 +173,8 @@ def _few(layout: WeightLayout, shared_bytes: int) -> Product:
         tile_rows=BLOCK_ROWS,
         tile_tokens=8,
         step_units=1,
-        least_steps=32,
         residencies=tuple(
-            Residency(blocks, 32 * warps, warps * warp_bytes)
+            Residency(blocks, 32 * warps, warps * warp_bytes, warps * _FEW_LEAST_WARP_STEPS)
             for blocks, warps in _FEW_RESIDENCIES
             if warps * warp_bytes <= shared_bytes
         ),
@@ -221,7 +224,6 @@ def _hopper(layout: WeightLayout, shared_bytes: int, shape: _HopperShape) -> Pro
         tile_rows=rows,
         tile_tokens=shape.tile_tokens,
         step_units=1,
-        least_steps=4,
         residencies=_residencies(shape.blocks, shape.groups * 128 + 128, stages * stage),
     )
 
@@ -295,7 +297,6 @@ def _portable(layout: WeightLayout, shared_bytes: int, shape: _PortableShape) ->
         tile_rows=tile_rows,
         tile_tokens=shape.tile_tokens,
         step_units=shape.column_warps,
-        least_steps=4,
         residencies=_residencies(
             shape.blocks, 32 * row_warps * shape.column_warps * shape.token_warps, stages * stage + scratch
         ),
@@ -319,18 +320,21 @@ class WorkSplit:
 def split_work(product: Product, rows: int, columns: int, tokens: int, multiprocessors: int) -> WorkSplit:
     """Whole tiles if nearly all multiprocessors are busy with them, else equal shares of all steps."""
     tiles = -(-rows // product.tile_rows) * -(-tokens // product.tile_tokens)
-    best, whole = 0.0, WorkSplit(1, False, product.residencies[0])
+    tile_steps = -(-units(columns) // product.step_units)
+    last = product.residencies[-1]
+    best, whole = 0.0, WorkSplit(min(tiles, multiprocessors * last.blocks), False, last)
     for residency in product.residencies:
         slots = multiprocessors * residency.blocks
         efficiency = tiles / (-(-tiles // slots) * slots)
-        if efficiency > best + 0.01:
+        worth = residency is last or -(-tiles // slots) * tile_steps >= residency.least_steps
+        if worth and efficiency > best + 0.01:
             best, whole = efficiency, WorkSplit(min(tiles, slots), False, residency)
     residency = product.residencies[0]
-    steps = tiles * -(-units(columns) // product.step_units)
+    steps = tiles * tile_steps
     countable = steps * multiprocessors * residency.blocks < 1 << 32
     if best >= _LEAST_EFFICIENCY or tiles > MOST_SPLIT_TILES or not countable:
         return whole
-    blocks = min(multiprocessors * residency.blocks, steps, max(tiles, steps // product.least_steps))
+    blocks = min(multiprocessors * residency.blocks, steps, max(tiles, steps // residency.least_steps))
     return WorkSplit(blocks, True, residency)
 
 
@@ -338,7 +342,7 @@ def partial_bytes(shared_bytes: int, multiprocessors: int, *, hopper: bool) -> i
     """Bytes of partial sums that any product needs."""
     families = [Family.FEW, Family.PORTABLE, *([Family.HOPPER] if hopper else [])]
     return max(
-        product.partial_bytes * product.residencies[0].blocks * multiprocessors
+        product.partial_bytes * max(residency.blocks for residency in product.residencies) * multiprocessors
         for family in families
         for format in WeightFormat
         for product in products(family, format, shared_bytes)

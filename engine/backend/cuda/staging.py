@@ -27,7 +27,7 @@ class PinnedBuffer:
 
     def __init__(self, device: CudaDevice, memory: MemoryResource, size: int) -> None:
         self._device = device
-        self._buffer: Buffer = memory.allocate(size, stream=device.stream)
+        self._buffer: Buffer = device.allocate(memory, size)
         self._event: Event | None = None
         self.size = size
         self.address = int(self._buffer.handle)

@@ -204,7 +204,7 @@ struct Best {
 };
 
 // Grid: rows to choose for. tokens[i] becomes the choice of rows[i], INVALID_TOKEN where the logits are unusable.
-extern "C" __global__ void __launch_bounds__(THREADS) sample_rows(const float* all_logits, const Row* rows, int vocabulary, int* tokens) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_rows(const float* all_logits, const Row* rows, int vocabulary, int* tokens) {
     __shared__ u64 histogram[256];
     __shared__ u32 listed[LISTED];
     __shared__ float best_values[WARPS];
