@@ -33,21 +33,18 @@ from engine.backend.protocol import (
     WeightFormat,
 )
 from engine.memory.scope import memory_scope
-from engine.quantizer.gptq import damped, quantize_with_feedback
+from engine.quantizer.gptq import quantize_with_feedback
 from engine.quantizer.modelopt import KVScales
 from engine.quantizer.nvfp4 import GROUP_SIZE, NVFP4Weight, amax_global_scale, quantize
 from engine.sampler import SampledTokens, SamplingRow
 
-__all__ = ["CalibrationText", "Moments", "QuantizedLinear", "QuantizingBackend", "fitted_weight"]
+__all__ = ["CalibrationText", "Moments", "QuantizedLinear", "QuantizingBackend"]
 
 SEQUENCE_TOKENS = 1024
 MAX_SEQUENCES = 4
 SINK_SHARE = 0.05
 """part of all token weights that the first tokens of the sequences get. They are one in a thousand, but every
 later token attends to them (attention sinks, Xiao et al. 2023), so their error is everyone's."""
-PROPAGATION = 0.5
-"""how much of the error of earlier layers a linear tries to make good; all of it would fit the calibration
-text's noise"""
 HEADROOM = 1.5
 """of the global scale over amax / 2688: feedback moves weights past the largest of the original ones"""
 MAX_FEEDBACK_FEATURES = 12_288
@@ -131,11 +128,12 @@ class Moments:
     @classmethod
     def of(cls, quantized: np.ndarray, original: np.ndarray, weights: np.ndarray) -> Moments:
         """Moments of float32 [T, K] inputs with token weights [T]."""
-        weighted = quantized * (weights / len(weights))[:, None]
+        root = np.sqrt(weights / len(weights))[:, None]
         amax = float(np.abs(quantized).max(initial=0.0))
-        return cls(
-            (weighted.T @ quantized).astype(np.float64), (weighted.T @ original).astype(np.float64), amax
-        )
+        scaled = quantized * root
+        # NumPy does half the work for a matrix times its own transpose.
+        second, cross = scaled.T @ scaled, scaled.T @ (original * root)
+        return cls(second.astype(np.float64), cross.astype(np.float64), amax)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,17 +143,6 @@ class QuantizedLinear:
     module: str
     weight: NVFP4Weight
     input_amax: float
-
-
-def fitted_weight(weight: np.ndarray, moments: Moments, *, propagation: float = PROPAGATION) -> np.ndarray:
-    """The weight [N, K] whose outputs on quantised inputs are closest to the original's on original inputs.
-
-    ``W + p · W (Xᵀ X̂ - H) (H + λI)⁻¹``: all the way (p = 1, λ = 0) it is the least-squares solution.
-    """
-    mean = float(np.diag(moments.quantized).mean()) or 1.0
-    drift = (moments.cross - moments.quantized) / mean @ weight.T
-    correction: np.ndarray = np.linalg.solve(damped(moments.quantized), drift).T
-    return (weight + propagation * correction).astype(np.float32)
 
 
 @dataclass(slots=True, eq=False)
@@ -231,8 +218,7 @@ class QuantizingBackend:
             importance = np.diag(moments.quantized).astype(np.float32)
             done = quantize(stacked, global_scale=global_scale, importance=importance)
         else:
-            target = fitted_weight(stacked, moments)
-            done = quantize_with_feedback(target, moments.quantized, global_scale)
+            done = quantize_with_feedback(stacked, moments.quantized, global_scale, cross=moments.cross)
         sources = []
         first = 0
         for part in parts:

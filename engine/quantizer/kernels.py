@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-__all__ = ["descend_group", "encode_e2m1", "quantize_group"]
+__all__ = ["descend_group", "encode_e2m1", "quantize_group", "subtract_product"]
 
 _LANES = 32  # two AVX-512 or four AVX2 registers of float32
 # No reassociation: `_round_e2m1` adds and subtracts a constant to round.
@@ -180,7 +180,7 @@ def descend_group(  # type: ignore[no-untyped-def]
             best_code[n] = scales[group, r0 + n]
         for step in range(-2, 3):
             for n in range(lanes):
-                code[n] = min(126, max(1, np.int64(scales[group, r0 + n]) + step))
+                code[n] = min(126, max(1, np.int64(scales[group, r0 + n]) + step))  # type: ignore[assignment]
                 scale[n] = e4m3[code[n]]
                 inverse[n] = np.float32(1.0) / scale[n]
             for n in range(_LANES):
@@ -216,3 +216,31 @@ def descend_group(  # type: ignore[no-untyped-def]
                 values[start + i, r0 + n] = best_q[i, n]
         for n in range(lanes):
             scales[group, r0 + n] = best_code[n]
+
+
+@_kernel
+def subtract_product(target, coefficients, update):  # type: ignore[no-untyped-def]
+    """``target -= coefficients.T @ update``: target [K, N], coefficients [16, K], update [16, N], float32.
+
+    For the small products between two groups, which take BLAS longer to start than to do.
+    """
+    features, rows = target.shape
+    u = np.zeros((16, _LANES), np.float32)
+    t = np.empty(_LANES, np.float32)
+    for r0 in range(0, rows, _LANES):
+        lanes = min(_LANES, rows - r0)
+        for i in range(16):
+            for n in range(lanes):
+                u[i, n] = update[i, r0 + n]
+        for k in range(features):
+            for n in range(_LANES):
+                t[n] = np.float32(0.0)
+            for i in range(0, 16, 4):
+                c0 = coefficients[i, k]
+                c1 = coefficients[i + 1, k]
+                c2 = coefficients[i + 2, k]
+                c3 = coefficients[i + 3, k]
+                for n in range(_LANES):
+                    t[n] += c0 * u[i, n] + c1 * u[i + 1, n] + c2 * u[i + 2, n] + c3 * u[i + 3, n]
+            for n in range(lanes):
+                target[k, r0 + n] -= t[n]
