@@ -115,7 +115,7 @@ class CpuBackend:
     def reserve(self, limits: StepLimits) -> None:
         """Allocate io buffers and kernel scratch for steps up to `limits`."""
         self._inputs = InputWriter(limits, self._reserve)
-        floats = max(SCRATCH_FLOATS, scratch_size(self._loaded, limits.max_tokens))
+        floats = max(SCRATCH_FLOATS, scratch_size(self._loaded))
         self._loaded.clear()  # the model's from here on
         with memory_scope("workspace/scratch"):
             self._scratch = self._reserve((self.threads, floats), DType.FLOAT32).array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -26,6 +26,8 @@ class CpuLinear:
     shape: tuple[int, int]
     """(N, K)"""
     parts: tuple[LinearPart, ...]
+    scratch_size: int
+    """float32 elements of scratch that each thread needs"""
 
     @property
     def nbytes(self) -> int:
@@ -33,28 +35,38 @@ class CpuLinear:
         return sum(tensor.nbytes for part in self.parts for tensor in part.tensors)
 
     def apply(self, x: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> None:
-        """``out = x @ W.T + bias``, accumulated in float32. A row of `out` depends on its row of `x` alone.
+        """``out = x @ W.T + bias``, accumulated in float32.
+
+        A row of `out` depends on its row of `x` and nothing else: not on T, nor on the number of threads.
 
         Parameters
         ----------
         x
-            float32 [T, K].
+            float32 [T, K], C-contiguous.
         out
-            float32 [T, N].
+            float32 [T, N], C-contiguous.
         scratch
-            float32 [threads, at least `scratch_size`]. The work is split for as many threads as it has rows.
+            float32 [threads, at least `scratch_size`], C-contiguous. The work is split for as many threads as
+            it has rows; what it holds is lost.
+
+        Raises
+        ------
+        ValueError
+            A shape does not fit. (The compiled kernels index without looking.)
         """
+        rows, columns = self.shape
+        if x.shape[1] != columns or out.shape != (x.shape[0], rows) or scratch.shape[1] < self.scratch_size:
+            raise ValueError(
+                f"linear {self.shape}: x {x.shape}, out {out.shape} and scratch {scratch.shape}: expected "
+                f"[T, {columns}], [T, {rows}] and [threads, at least {self.scratch_size}]"
+            )
         first = 0
         for part in self.parts:
             part.apply(x, out, first, scratch)
             first += part.rows
 
-    def scratch_size(self, max_tokens: int) -> int:
-        """float32 elements of scratch that each thread needs for up to `max_tokens` tokens."""
-        return max(part.scratch_size(max_tokens) for part in self.parts)
-
     def table(self) -> HostTensor:
-        """The weight as bfloat16 [N, K] in its own bytes.
+        """The weight as bfloat16 [N, K], in its own bytes.
 
         Raises
         ------
@@ -67,21 +79,21 @@ class CpuLinear:
         raise ValueError("only a BF16 linear is a table")
 
 
-def scratch_size(linears: Sequence[CpuLinear], max_tokens: int) -> int:
-    """float32 elements of scratch that each thread needs for the largest of `linears`."""
-    return max((linear.scratch_size(max_tokens) for linear in linears), default=0)
+def scratch_size(linears: Iterable[CpuLinear]) -> int:
+    """float32 elements of scratch that each thread needs for any of `linears`."""
+    return max((linear.scratch_size for linear in linears), default=0)
 
 
 @allocation_helper
 def load_linear(parts: Sequence[LinearSource], allocate: Allocate) -> CpuLinear:
     """One resident linear out of `parts` stacked along N. Neighbours of one format become one run of rows.
 
-    Nothing but the resident bytes is allocated: parts are repacked on their way from the mapped file.
+    Nothing but the resident bytes is allocated: parts are laid out anew on their way from the mapped file.
 
     Raises
     ------
     CheckpointError
-        The parts differ in K, or a shape is not what the format asks for.
+        The parts differ in K, or K is not what the format asks for.
     """
     columns = parts[0].shape[1]
     for source in parts:
@@ -97,4 +109,5 @@ def load_linear(parts: Sequence[LinearSource], allocate: Allocate) -> CpuLinear:
             for tensor in part.tensors:
                 tensor.buffer.close()  # the traceback would keep it alive
         raise
-    return CpuLinear((sum(part.rows for part in loaded), columns), tuple(loaded))
+    rows = sum(part.rows for part in loaded)
+    return CpuLinear((rows, columns), tuple(loaded), max(part.scratch_size for part in loaded))

@@ -30,8 +30,9 @@ class LinearPart(Protocol):
     def apply(self, x: np.ndarray, out: np.ndarray, column: int, scratch: np.ndarray) -> None:
         """``x @ W.T + bias`` to the columns of `out` from `column` on; see `CpuLinear.apply`."""
 
-    def scratch_size(self, max_tokens: int) -> int:
-        """float32 elements of scratch that each thread needs for up to `max_tokens` tokens."""
+    @property
+    def scratch_size(self) -> int:
+        """float32 elements of scratch that each thread needs."""
 
 
 def row_scales(sources: Sequence[LinearSource]) -> np.ndarray:

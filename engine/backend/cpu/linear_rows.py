@@ -14,12 +14,13 @@ from engine.backend.cpu.linear_part import Allocate, biases, row_scales
 from engine.backend.cpu.registers import (
     LANES,
     WIDE,
-    accumulate_rows,
     accumulate_first,
+    accumulate_rows,
     load,
     load_first,
     load_quad,
     multiply_add,
+    prefetch,
     store,
     store_quads,
     sum_lanes,
@@ -30,39 +31,44 @@ from engine.backend.protocol import DType, LinearSource, WeightFormat
 
 __all__ = ["PlainRows"]
 
+_QUAD = 4
+"""Rows that are computed together."""
 _NO_FACTORS = np.empty((2, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainRows:
-    """Row-major weights: bfloat16, or E4M3 with a scale for each row."""
+    """Row-major weights: bfloat16, or E4M3 with a scale for each row.
+
+    A register's lanes are consecutive columns. Each lane's sum is a chain of multiply-adds in the order of K,
+    and lanes are added in a fixed order: a row of `x` and nothing else decides.
+    """
 
     weight: HostTensor
     """uint16 (bfloat16) or uint8 (E4M3) [N, K]"""
     factors: HostTensor | None
-    """float32 [2, N]: each row's scale and bias; None: ones and zeros"""
+    """float32 [2, N padded to a multiple of 4]: each row's scale and bias; None: ones and zeros"""
 
     @classmethod
     def load(cls, sources: Sequence[LinearSource], allocate: Allocate) -> Self:
         """Copy `sources`, one below the other."""
-        rows = sum(source.shape[0] for source in sources)
+        rows, bias = sum(source.shape[0] for source in sources), biases(sources)
         is_bf16 = sources[0].format is WeightFormat.BF16
         weight = allocate((rows, sources[0].shape[1]), DType.BFLOAT16 if is_bf16 else DType.FLOAT8_E4M3)
-        first = 0
-        for source in sources:
-            weight.array[first : first + source.shape[0]] = source.weight
-            first += source.shape[0]
-        bias = biases(sources)
-        if is_bf16 and not bias.size:
-            return cls(weight, None)
         try:
-            factors = allocate((2, -(-rows // 4) * 4), DType.FLOAT32)
+            first = 0
+            for source in sources:
+                weight.array[first : first + source.shape[0]] = source.weight
+                first += source.shape[0]
+            if is_bf16 and not bias.size:
+                return cls(weight, None)
+            factors = allocate((2, -(-rows // _QUAD) * _QUAD), DType.FLOAT32)
         except BaseException:
-            weight.buffer.close()
+            weight.buffer.close()  # the traceback would keep it alive
             raise
-        factors.array[:, rows:] = 0
+        factors.array.fill(0)
         factors.array[0, :rows] = row_scales(sources)
-        factors.array[1, :rows] = bias if bias.size else 0
+        factors.array[1, : bias.size] = bias
         return cls(weight, factors)
 
     @property
@@ -78,15 +84,21 @@ class PlainRows:
     def apply(self, x: np.ndarray, out: np.ndarray, column: int, scratch: np.ndarray) -> None:
         """``x @ W.T + bias`` to the columns of `out` from `column` on."""
         factors = _NO_FACTORS if self.factors is None else self.factors.array
-        _multiply(self.weight.array, factors, x, out, column, scratch)
+        if self.rows * x.size < _SERIAL_WORK:
+            _multiply_part(self.weight.array, factors, 0, 1, x, out, column, scratch[0])
+        else:
+            _multiply(self.weight.array, factors, x, out, column, scratch)
 
-    def scratch_size(self, max_tokens: int) -> int:
-        """float32 elements of scratch that each thread needs for up to `max_tokens` tokens."""
+    @property
+    def scratch_size(self) -> int:
+        """float32 elements of scratch that each thread needs: one register."""
         return LANES
 
 
 _ONE, _TWO, _FOUR = (0,), (0,) * 2, (0,) * 4
 """Tiles: a tuple's length says how many tokens' sums a kernel keeps in registers."""
+_SERIAL_WORK = 1 << 17
+"""Multiplications below which waking another thread takes longer than the work."""
 _CACHED = 1 << 16
 """Weights that stay in a core's own cache while all tokens go by."""
 
@@ -119,15 +131,15 @@ def _multiply_part(
     for first in range(quads * part // parts * 4, end, step):
         last = min(first + step, end)
         for t in range(0, fours, 4):
-            _sweep(weight, factors, first, last, x, t, out, column, scratch, _FOUR)
+            _multiply_tile(weight, factors, first, last, x, t, out, column, scratch, _FOUR)
         for t in range(fours, twos, 2):
-            _sweep(weight, factors, first, last, x, t, out, column, scratch, _TWO)
+            _multiply_tile(weight, factors, first, last, x, t, out, column, scratch, _TWO)
         for t in range(twos, tokens):
-            _sweep(weight, factors, first, last, x, t, out, column, scratch, _ONE)
+            _multiply_tile(weight, factors, first, last, x, t, out, column, scratch, _ONE)
 
 
 @kernel()
-def _sweep(
+def _multiply_tile(
     weight: np.ndarray,
     factors: np.ndarray,
     first: int,
@@ -151,6 +163,11 @@ def _sweep(
         row3 = min(row + 3, rows - 1) * columns
         sums0, sums1, sums2, sums3 = zeros(tile), zeros(tile), zeros(tile), zeros(tile)
         for k in range(0, whole, LANES):
+            # What the next four rows will read: each row is too short for the hardware to look ahead.
+            prefetch(weight, row0 + k + 4 * columns)
+            prefetch(weight, row1 + k + 4 * columns)
+            prefetch(weight, row2 + k + 4 * columns)
+            prefetch(weight, row3 + k + 4 * columns)
             sums0 = accumulate_rows(sums0, load(weight, row0 + k), x, start + k, columns)
             sums1 = accumulate_rows(sums1, load(weight, row1 + k), x, start + k, columns)
             sums2 = accumulate_rows(sums2, load(weight, row2 + k), x, start + k, columns)

@@ -1,20 +1,22 @@
 """Vector registers as values in compiled kernels.
 
-numba's loops use vector registers where LLVM finds a way; a kernel that depends on it says so with these. A register
-holds 16 float32 or uint32. LLVM turns what is done to it into the instructions that the machine has: one register of
-512 bits, or two, or four. Kernels hold what they accumulate in tuples of registers: the length is known when they are
-compiled, so the registers stay registers.
+numba's loops use vector registers where LLVM finds a way; a kernel that depends on it says so with these. A
+register holds 16 float32 or uint32. LLVM turns what is done to it into the instructions that the machine has:
+one register of 512 bits, or two, or four. Kernels hold what they accumulate in tuples of registers, whose
+length is known when they are compiled, so that none of it goes through memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numba.core.cgutils
+import numba.core.types
+import numba.extending
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
 __all__ = [
     "LANES",
@@ -28,8 +30,10 @@ __all__ = [
     "load_quad",
     "multiply",
     "multiply_add",
+    "prefetch",
     "shift_right",
     "store",
+    "store_interleaved",
     "store_quads",
     "store_tokens",
     "sum_lanes",
@@ -37,11 +41,16 @@ __all__ = [
     "zeros",
 ]
 
+# numba annotates some of these in part, and an intrinsic as the function that types it.
+intrinsic: Callable[[Callable[..., Any]], Any] = numba.extending.intrinsic
+cgutils: Any = numba.core.cgutils
+types: Any = numba.core.types
+
 LANES = 16
 """Elements of a register."""
 
 
-class Register(types.Type):  # type: ignore[misc]  # numba has no types
+class Register(numba.core.types.Type):
     """16 elements, float32 or uint32."""
 
     def __init__(self, element: str) -> None:
@@ -49,14 +58,10 @@ class Register(types.Type):  # type: ignore[misc]  # numba has no types
         self.element = element
 
 
-_BYTE, _SHORT, _WORD, _INDEX, _FLOAT = (
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
-_BYTES, _SHORTS, _WORDS, _FLOATS = (ir.VectorType(element, LANES) for element in (_BYTE, _SHORT, _WORD, _FLOAT))
+_BYTE, _SHORT, _WORD, _INDEX = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
+_BYTES, _SHORTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_SHORT, LANES)
+_WORDS, _FLOATS = ir.VectorType(_WORD, LANES), ir.VectorType(_FLOAT, LANES)
 
 _Float32s, _Uint32s = Register("float32"), Register("uint32")
 
@@ -70,9 +75,10 @@ _LOADED = {
 
 
 @register_model(Register)
-class _RegisterModel(models.PrimitiveModel):  # type: ignore[misc]
+class _RegisterModel(models.PrimitiveModel):
     def __init__(self, manager: Any, register: Register) -> None:
-        super().__init__(manager, register, _FLOATS if register.element == "float32" else _WORDS)
+        vector = _FLOATS if register.element == "float32" else _WORDS
+        super().__init__(manager, register, vector)  # type: ignore[no-untyped-call]
 
 
 def _has(context: Any, feature: str) -> bool:
@@ -81,7 +87,7 @@ def _has(context: Any, feature: str) -> bool:
 
 
 WIDE = _has(cpu_target.target_context, "avx512f")
-"""A register of 16 elements is one of the machine's, and there are 32 of them. Elsewhere kernels hold fewer."""
+"""The machine has 32 registers of 16 elements of its own. Elsewhere kernels keep fewer sums at a time."""
 
 
 def _constant(value: float, vector: ir.VectorType = _WORDS) -> ir.Constant:
@@ -168,12 +174,12 @@ def decode_e2m1(typing: Any, codes: Any) -> Any:
 
 def _looked_up_in_halves(builder: Any, code: Any) -> Any:
     """E2M1's magnitudes by AVX2's permutation, which looks at three bits of each lane."""
-    halves = []
+    halves: list[Any] = []
     floats, table = ir.VectorType(_FLOAT, 8), ir.Constant(ir.VectorType(_FLOAT, 8), _E2M1)
     for first in (0, 8):
         half = _shuffle(builder, code, code, list(range(first, first + 8)))
         halves.append(_call(builder, "llvm.x86.avx2.permps", floats, table, half))
-    return builder.bitcast(_shuffle(builder, *halves, list(range(LANES))), _WORDS)
+    return builder.bitcast(_shuffle(builder, halves[0], halves[1], list(range(LANES))), _WORDS)
 
 
 # -- to and from memory ------------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ def _read_first(builder: Any, pointer: Any, vector: ir.VectorType, count: Any) -
 def store_tokens(
     typing: Any, array: Any, index: Any, stride: Any, sums: Any, scale: Any, bias: Any, count: Any
 ) -> Any:
-    """``sums[t] * scale + bias`` to 16 elements from ``index + t * stride`` on, for the first `count` of `sums`."""
+    """``sums[t] * scale + bias`` to 16 elements from ``index + t * stride`` on, for each t below `count`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, stride, sums, scale, bias, count = arguments
@@ -236,10 +242,26 @@ def load_quad(typing: Any, array: Any, index: Any) -> Any:
     """Four consecutive float32, four times."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        quad = _read(builder, _data(context, builder, signature.args[0], *arguments), ir.VectorType(_FLOAT, 4))
+        pointer = _data(context, builder, signature.args[0], *arguments)
+        quad = _read(builder, pointer, ir.VectorType(_FLOAT, 4))
         return _shuffle(builder, quad, quad, [0, 1, 2, 3] * 4)
 
     return _Float32s(array, types.intp), generate
+
+
+@intrinsic
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Ask for an element's cache line, which will be read soon. There may be no such element."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.bitcast(_data(context, builder, signature.args[0], *arguments), _BYTE.as_pointer())
+        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], function_type)
+        read, all_caches, data = (ir.Constant(_WORD, choice) for choice in (0, 3, 1))
+        builder.call(function, [pointer, read, all_caches, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
 
 
 @intrinsic
@@ -252,6 +274,41 @@ def store(typing: Any, array: Any, index: Any, register: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, register), generate
+
+
+@intrinsic
+def store_interleaved(
+    typing: Any, target: Any, at: Any, source: Any, index: Any, stride: Any, count: Any, tile: Any
+) -> Any:
+    """``source[index + t * stride + k]`` to ``target[at + k * len(tile) + t]``, for 16 k and all t in `tile`.
+
+    A t that is not below `count` reads what the last one reads.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, at, source, index, stride, count, _ = arguments
+        pointer = _data(context, builder, signature.args[2], source, index)
+        rows = []
+        for t in range(len(tile)):
+            rows.append(_read(builder, pointer, _FLOATS))
+            is_last = builder.icmp_signed(">=", ir.Constant(_INDEX, t + 1), count)
+            pointer = builder.select(is_last, pointer, builder.gep(pointer, [stride]))
+        pointer = _data(context, builder, signature.args[0], target, at)
+        for place, register in enumerate(_interleaved(builder, rows)):
+            _write(builder, register, builder.gep(pointer, [ir.Constant(_INDEX, place * LANES)]))
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp, types.intp, types.intp, tile), generate
+
+
+def _interleaved(builder: Any, registers: list[Any]) -> list[Any]:
+    """The first lanes of all, then the second lanes of all, and so on. There are a power of two of them."""
+    if len(registers) == 1:
+        return registers
+    pairs = zip(_interleaved(builder, registers[::2]), _interleaved(builder, registers[1::2]), strict=True)
+    alternating = [lane for place in range(LANES) for lane in (place, LANES + place)]
+    halves = alternating[:LANES], alternating[LANES:]
+    return [_shuffle(builder, even, odd, half) for even, odd in pairs for half in halves]
 
 
 @intrinsic
@@ -304,7 +361,11 @@ def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
 @intrinsic
 def shift_right(typing: Any, codes: Any) -> Any:
     """The next four bits of each lane, where the lowest were."""
-    return _Uint32s(codes), lambda context, builder, signature, arguments: builder.lshr(*arguments, _constant(4))
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.lshr(arguments[0], _constant(4))
+
+    return _Uint32s(codes), generate
 
 
 @intrinsic
@@ -363,7 +424,7 @@ def accumulate_first(
 
 @intrinsic
 def sum_lanes(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """The sum over the lanes of ``a[t], b[t], c[t], d[t]`` in lanes ``4 t`` to ``4 t + 3``, for tuples of up to four.
+    """The sums of the lanes of ``a[t], b[t], c[t], d[t]`` in lanes ``4 t`` to ``4 t + 3``, for up to four t.
 
     A register's lanes are added in pairs, pairs of pairs and so on, whatever other registers there are.
     """
