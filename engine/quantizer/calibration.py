@@ -165,6 +165,8 @@ class QuantizingBackend:
     """A `Backend` that quantises the linears named in `modules` as they are used, for one forward pass."""
 
     inner: Backend
+    another: Callable[[], Backend]
+    """makes a backend with the same memory"""
     modules: frozenset[str]
     """names of the linears to quantise; all parts of a stack or none"""
     token_weights: np.ndarray
@@ -178,6 +180,7 @@ class QuantizingBackend:
     def __post_init__(self) -> None:
         self.name = self.inner.name
         self.activation_dtype = self.inner.activation_dtype
+        self._limits: StepLimits | None = None
 
     def load_linear(self, parts: Sequence[LinearSource]) -> Linear:
         if all(part.name in self.modules for part in parts):
@@ -192,13 +195,8 @@ class QuantizingBackend:
         inputs = self._floats(x)
         moments = Moments.of(inputs[:tokens], inputs[tokens:], self.token_weights)
         del inputs
-        with memory_scope("weights/original"):
-            original = self.inner.load_linear(weight.parts)
-        self.inner.linear(x, original, out=out)
-        del original
-        with memory_scope("weights/quantized"):
-            quantized = self.inner.load_linear(self._quantize(weight.parts, moments))
-        self.inner.linear(x.rows(tokens), quantized, out=out.rows(tokens))
+        self._multiply(x, weight.parts, out)
+        self._multiply(x.rows(tokens), self._quantize(weight.parts, moments), out.rows(tokens))
 
     def rope_and_store_kv(self, qkv: Tensor, inputs: StepInputs, kv: KVLayer, spec: AttentionSpec) -> None:
         self.inner.rope_and_store_kv(qkv, inputs, kv, spec)
@@ -208,6 +206,19 @@ class QuantizingBackend:
             for cache in (kv.key, kv.value)
         ]
         self.kv_scales.append(KVScales.of_amax(*amax))
+
+    def _multiply(self, x: Tensor, parts: Sequence[LinearSource], out: Tensor) -> None:
+        """One product with a linear that is gone afterwards. Its scratch is what a backend reserves for
+        it."""
+        assert self._limits is not None, "reserve() comes before linear()"
+        backend = self.another()
+        try:
+            with memory_scope("weights/calibration"):
+                linear = backend.load_linear(parts)
+            backend.reserve(self._limits)
+            backend.linear(x, linear, out=out)
+        finally:
+            backend.close()
 
     def _quantize(self, parts: Sequence[LinearSource], moments: Moments) -> list[LinearSource]:
         """Quantise a stack; the parts share the global scale."""
@@ -244,8 +255,7 @@ class QuantizingBackend:
         values = self.inner.to_host(tensor)
         return bfloat16_to_float32(values) if tensor.dtype is DType.BFLOAT16 else values
 
-    # -- everything else as it is
-    # --------------------------------------------------------------------------------------
+    # -- everything else as it is ------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         return self.inner.empty(shape, dtype)
@@ -260,6 +270,7 @@ class QuantizingBackend:
         return self.inner.as_table(linear)
 
     def reserve(self, limits: StepLimits) -> None:
+        self._limits = limits
         self.inner.reserve(limits)
 
     def close(self) -> None:

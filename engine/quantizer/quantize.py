@@ -173,12 +173,12 @@ def _quantize_calibrated(
         progress("quantize", done, total)
 
     limits = calibration.limits(config.vocab_size)
-    backend = QuantizingBackend(
-        CpuBackend(HostMemoryResource(host_capacity()), threads=threads),
-        modules,
-        calibration.token_weights(),
-        sink,
-    )
+    memory = HostMemoryResource(host_capacity())
+
+    def make_backend() -> CpuBackend:
+        return CpuBackend(memory, threads=threads)
+
+    backend = QuantizingBackend(make_backend(), make_backend, modules, calibration.token_weights(), sink)
     try:
         model = model_class(config.architecture)(config, WeightLoader(checkpoint, config, backend), backend)
         model.reserve(limits)
