@@ -11,12 +11,13 @@ from engine.backend.cpu.attention_decode import (
     count_chunks,
     decode,
     decode_parallel,
-    partial_floats,
+    partial_shape,
     scratch_floats,
 )
 from engine.backend.cpu.attention_past import Past
 from engine.backend.cpu.attention_prefill import prefill_parallel
 from engine.backend.cpu.inputs import HostStepInputs
+from engine.backend.cpu.registers import LANES
 from engine.backend.cpu.tensor import HostTensor, array_of
 from engine.backend.protocol import AttentionSpec, DType, KVLayer
 from engine.errors import EngineError
@@ -28,7 +29,7 @@ SCRATCH_FLOATS = 1 << 18
 """scratch for each thread: room for a tile of queries, keys, values and scores"""
 _PARTIALS = 1 << 20
 """floats for what chunks of the past leave behind; they are only touched as far as a step needs"""
-_TILE_ROWS = 128
+_TILE_ROWS = 192
 _SERIAL_WORK = 1 << 16
 """Multiplications below which waking another thread takes longer than the work."""
 
@@ -90,14 +91,15 @@ class Attention:
         split = tokens.size < 4 * threads
         if split:
             chunks = count_chunks(past.positions, tokens, past.window)
-            split = chunks * partial_floats(spec.num_heads, spec.head_dim) <= _PARTIALS
+            heads, width = partial_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            split = chunks * heads * width <= _PARTIALS
         decode_parallel(qkv, past, tokens, sequences, self._scratch, self._partials, split, out)
 
 
 def _tile_rows(spec: AttentionSpec) -> int:
     fixed = attention_prefill.scratch_floats(0, spec.head_dim)
     each = attention_prefill.scratch_floats(1, spec.head_dim) - fixed
-    rows = min(_TILE_ROWS, (SCRATCH_FLOATS - fixed) // each // 4 * 4)
+    rows = min(_TILE_ROWS, (SCRATCH_FLOATS - fixed) // each // LANES * LANES)
     if rows <= 0:
         raise _too_large(spec)
     return rows

@@ -13,29 +13,46 @@ from numba import prange
 from numpy import float32
 
 from engine.backend.cpu.attention_past import Past, first_visible
-from engine.backend.cpu.cache_elements import decode_element
 from engine.backend.cpu.exponential import exp
 from engine.backend.cpu.jit import CONTRACT, kernel
-from engine.backend.cpu.matrix import add_weighted_rows, dot, exponentials, largest
+from engine.backend.cpu.reductions import exponentials, largest
+from engine.backend.cpu.register_tiles import store_tile
+from engine.backend.cpu.registers import (
+    LANES,
+    accumulate_broadcast,
+    accumulate_rows,
+    load,
+    load_first,
+    store_quads,
+    sum_lanes,
+    zeros,
+)
 
-__all__ = ["count_chunks", "decode", "decode_parallel", "partial_floats", "scratch_floats"]
+__all__ = ["count_chunks", "decode", "decode_parallel", "partial_shape", "scratch_floats"]
 
 _CHUNK = 64
 _LONG_CHUNK = 512
 _LONG = 8192
 """A token from this position on has long chunks, or there would be too many of them to keep."""
-_ROWS = 16
-"""positions whose keys, or values, of all heads are read at once"""
+_QUAD = (0.0,) * 4
+"""Four keys and four heads that share them make one register of scores."""
 
 
 def scratch_floats(num_heads: int, kv_heads: int, head_dim: int) -> int:
     """Scratch that one thread needs."""
-    return _ROWS * kv_heads * head_dim + num_heads * _LONG_CHUNK + partial_floats(num_heads, head_dim)
+    heads, width = partial_shape(num_heads, kv_heads, head_dim)
+    floats: int = heads * (2 * width + 2 * _LONG_CHUNK) + 2 * _LONG_CHUNK
+    return floats
 
 
-def partial_floats(num_heads: int, head_dim: int) -> int:
-    """What a chunk leaves for putting together: each head's weighted values, peak and weights' sum."""
-    return num_heads * (head_dim + 2)
+@kernel()
+def partial_shape(num_heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """What a chunk leaves for putting together: for each head the weighted values, peak and weights' sum.
+
+    The heads that share a key are made up to a multiple of 4, the values to whole registers.
+    """
+    heads = kv_heads * ((num_heads // kv_heads + 3) // 4 * 4)
+    return heads, (head_dim + LANES - 1) // LANES * LANES + 2
 
 
 @kernel()
@@ -55,96 +72,138 @@ def count_chunks(positions: np.ndarray, tokens: np.ndarray, window: int) -> int:
 
 
 @kernel()
-def load_rows(cache: np.ndarray, table: np.ndarray, first: int, last: int, rows: np.ndarray) -> None:
-    """Read positions first..last of all heads into float32 `rows` [at least last - first, kv_heads * D].
+def find_slots(table: np.ndarray, block_size: int, first: int, last: int, slots: np.ndarray) -> None:
+    """``slots[j] = block * block_size + offset`` of position ``first + j``; int64 [at least last - first]."""
+    for j in range(last - first):
+        index = (first + j) // block_size
+        slots[j] = np.int64(table[index]) * block_size + (first + j) - index * block_size
 
-    The rows behind are zeros up to a multiple of 4.
+
+@kernel()
+def score_keys(
+    queries: np.ndarray, cache: np.ndarray, slots: np.ndarray, count: int, scores: np.ndarray
+) -> None:
+    """Scores of `count` keys: queries [heads, whole registers], slots [count], scores [heads, chunk].
+
+    Behind the last key, up to a multiple of 4, stands its score again.
     """
-    block_size, width = cache.shape[1], rows.shape[1]
-    source, target = cache.reshape(-1), rows.reshape(-1)
-    position = first
-    while position < last:
-        index = position // block_size
-        end = min((index + 1) * block_size, last)
-        # One loop over all heads of all these positions: they lie side by side.
-        begin = (table[index] * block_size + position - index * block_size) * width
-        elements = source[begin : begin + (end - position) * width]
-        floats = target[(position - first) * width : (end - first) * width]
-        for i in range(floats.size):
-            floats[i] = decode_element(elements[i])
-        position = end
-    count = last - first
-    target[count * width : (count + 3) // 4 * 4 * width] = float32(0.0)
+    heads, width = queries.shape
+    kv_heads, head_dim = cache.shape[2], cache.shape[3]
+    whole, rest = head_dim // LANES * LANES, head_dim % LANES
+    for h in range(0, heads, 4):
+        column = h * kv_heads // heads * head_dim
+        for j in range(0, count, 4):
+            a, b, c, d = zeros(_QUAD), zeros(_QUAD), zeros(_QUAD), zeros(_QUAD)
+            at_a = slots[j] * kv_heads * head_dim + column
+            at_b = slots[min(j + 1, count - 1)] * kv_heads * head_dim + column
+            at_c = slots[min(j + 2, count - 1)] * kv_heads * head_dim + column
+            at_d = slots[min(j + 3, count - 1)] * kv_heads * head_dim + column
+            for i in range(0, whole, LANES):
+                a = accumulate_rows(a, load(cache, at_a + i), queries, h * width + i, width)
+                b = accumulate_rows(b, load(cache, at_b + i), queries, h * width + i, width)
+                c = accumulate_rows(c, load(cache, at_c + i), queries, h * width + i, width)
+                d = accumulate_rows(d, load(cache, at_d + i), queries, h * width + i, width)
+            if rest > 0:
+                index = h * width + whole
+                a = accumulate_rows(a, load_first(cache, at_a + whole, rest), queries, index, width)
+                b = accumulate_rows(b, load_first(cache, at_b + whole, rest), queries, index, width)
+                c = accumulate_rows(c, load_first(cache, at_c + whole, rest), queries, index, width)
+                d = accumulate_rows(d, load_first(cache, at_d + whole, rest), queries, index, width)
+            store_quads(scores, h * scores.shape[1] + j, scores.shape[1], sum_lanes(a, b, c, d), _QUAD)
 
 
-@kernel(fastmath=CONTRACT)
+@kernel()
+def sum_values(
+    weights: np.ndarray, cache: np.ndarray, slots: np.ndarray, count: int, partial: np.ndarray
+) -> None:
+    """``weights[:count].T @ values``: weights [chunk, heads], partial [heads, whole registers + 2]."""
+    heads, width = partial.shape
+    kv_heads, head_dim = cache.shape[2], cache.shape[3]
+    for h in range(0, heads, 4):
+        column = h * kv_heads // heads * head_dim
+        for i in range(0, head_dim, LANES):
+            sums = zeros(_QUAD)
+            if head_dim - i >= LANES:
+                for j in range(count):
+                    value = load(cache, slots[j] * kv_heads * head_dim + column + i)
+                    sums = accumulate_broadcast(sums, value, weights, j * heads + h)
+            else:
+                for j in range(count):
+                    at = slots[j] * kv_heads * head_dim + column + i
+                    value = load_first(cache, at, head_dim - i)
+                    sums = accumulate_broadcast(sums, value, weights, j * heads + h)
+            store_tile(partial, h * width + i, width, sums)
+
+
+@kernel()
 def attend_chunk(
-    query: np.ndarray,
-    key_cache: np.ndarray,
-    value_cache: np.ndarray,
+    queries: np.ndarray,
+    past: Past,
     table: np.ndarray,
     first: int,
     last: int,
-    factor: float32,
-    rows: np.ndarray,
+    slots: np.ndarray,
+    scores: np.ndarray,
     weights: np.ndarray,
     partial: np.ndarray,
 ) -> None:
-    """Attention of `query` [heads, D] over positions first..last, at least one and at most a chunk.
+    """Attention of one token over positions first..last, at least one and at most a chunk.
 
-    `partial` [heads, D + 2] becomes the values' sum weighted by ``exp(score - peak)``, then the peak, then
-    the weights' sum. rows [_ROWS, kv_heads * D] and weights [heads, chunk] are scratch.
+    queries [heads, whole registers], the heads made up as in `partial_shape`. `partial` becomes the values'
+    sum weighted by ``exp(score - peak)``, the peak and the weights' sum. slots int64 [chunk], scores [heads,
+    chunk] and weights [chunk, heads] are scratch.
     """
-    num_heads, head_dim = query.shape
-    group = num_heads // key_cache.shape[2]
-    for begin in range(first, last, _ROWS):
-        end = min(begin + _ROWS, last)
-        load_rows(key_cache, table, begin, end, rows)
-        for h in range(num_heads):
-            column = h // group * head_dim
-            for j in range(end - begin):
-                score = dot(query[h], rows[j, column : column + head_dim])
-                weights[h, begin - first + j] = score * factor
+    heads, width = partial.shape
     count = last - first
-    for h in range(num_heads):
-        scores = weights[h, :count]
-        peak = largest(scores)
-        partial[h, head_dim] = peak
-        partial[h, head_dim + 1] = exponentials(scores, peak)
-        partial[h, :head_dim] = float32(0.0)
-        weights[h, count : (count + 3) // 4 * 4] = float32(0.0)
-    for begin in range(first, last, _ROWS):
-        end = min(begin + _ROWS, last)
-        load_rows(value_cache, table, begin, end, rows)
-        depth = (end - begin + 3) // 4 * 4
-        for h in range(num_heads):
-            add_weighted_rows(
-                weights[h, begin - first :], rows, h // group * head_dim, partial[h], depth, head_dim
-            )
+    find_slots(table, past.keys.shape[1], first, last, slots)
+    score_keys(queries, past.keys, slots, count, scores)
+    for h in range(heads):
+        row = scores[h, :count]
+        peak = largest(row)
+        partial[h, width - 2] = peak
+        partial[h, width - 1] = exponentials(row, peak)
+        for j in range(count):
+            weights[j, h] = row[j]
+    sum_values(weights, past.values, slots, count, partial)
 
 
 @kernel(fastmath=CONTRACT)
 def merge(state: np.ndarray, partial: np.ndarray) -> None:
-    """Take the next chunk's `partial` into `state`; both [heads, D + 2]."""
-    num_heads, head_dim = state.shape[0], state.shape[1] - 2
-    for h in range(num_heads):
+    """Take the next chunk's `partial` into `state`."""
+    heads, width = state.shape
+    for h in range(heads):
         mine, other = state[h], partial[h]
-        peak = max(mine[head_dim], other[head_dim])
-        keep, add = exp(mine[head_dim] - peak), exp(other[head_dim] - peak)
-        for i in range(head_dim):
+        peak = max(mine[width - 2], other[width - 2])
+        keep, add = exp(mine[width - 2] - peak), exp(other[width - 2] - peak)
+        for i in range(width - 2):
             mine[i] = mine[i] * keep + other[i] * add
-        mine[head_dim] = peak
-        mine[head_dim + 1] = mine[head_dim + 1] * keep + other[head_dim + 1] * add
+        mine[width - 2] = peak
+        mine[width - 1] = mine[width - 1] * keep + other[width - 1] * add
 
 
 @kernel()
-def finish(state: np.ndarray, value_scale: float, out: np.ndarray) -> None:
-    """Divide by the weights' sum: state [heads, D + 2] to out [heads * D]."""
-    num_heads, head_dim = state.shape[0], state.shape[1] - 2
-    for h in range(num_heads):
-        scale = float32(value_scale) / state[h, head_dim + 1]
+def finish(state: np.ndarray, past: Past, out: np.ndarray) -> None:
+    """Divide by the weights' sum, and leave out what was made up: to out [heads * D]."""
+    heads, width = state.shape
+    kv_heads, head_dim = past.keys.shape[2], past.keys.shape[3]
+    group = past.num_heads // kv_heads
+    for h in range(past.num_heads):
+        row = state[h // group * (heads // kv_heads) + h % group]
+        scale = float32(past.value_scale) / row[width - 1]
         for i in range(head_dim):
-            out[h * head_dim + i] = state[h, i] * scale
+            out[h * head_dim + i] = row[i] * scale
+
+
+@kernel()
+def arrange_queries(query: np.ndarray, past: Past, queries: np.ndarray) -> None:
+    """One token's heads, times the factor, from [heads * D] to [made-up heads, whole registers]."""
+    kv_heads, head_dim = past.keys.shape[2], past.keys.shape[3]
+    group, padded = past.num_heads // kv_heads, queries.shape[0] // kv_heads
+    queries[:] = float32(0.0)
+    for h in range(past.num_heads):
+        row = queries[h // group * padded + h % group]
+        for i in range(head_dim):
+            row[i] = query[h * head_dim + i] * float32(past.factor)
 
 
 @kernel()
@@ -167,64 +226,59 @@ def decode(
 
     qkv float32 [T, (heads + 2 kv_heads) * D]; scratch float32 [at least `scratch_floats`]; partials float32.
     """
-    num_heads, kv_heads, head_dim = past.num_heads, past.keys.shape[2], past.keys.shape[3]
-    size = num_heads * (head_dim + 2)
-    begin, end = 0, _ROWS * kv_heads * head_dim
-    rows = scratch[begin:end].reshape((_ROWS, kv_heads * head_dim))
-    begin, end = end, end + num_heads * _LONG_CHUNK
-    weights = scratch[begin:end].reshape((num_heads, _LONG_CHUNK))
-    partial = scratch[end : end + size].reshape((num_heads, head_dim + 2))
-    state = partials[part * size : (part + 1) * size].reshape((num_heads, head_dim + 2))
+    heads, width = partial_shape(past.num_heads, past.keys.shape[2], past.keys.shape[3])
+    size = heads * width
+    begin, end = 0, 2 * _LONG_CHUNK
+    slots = scratch[begin:end].view(np.int64)
+    begin, end = end, end + heads * (width - 2)
+    queries = scratch[begin:end].reshape((heads, width - 2))
+    begin, end = end, end + heads * _LONG_CHUNK
+    scores = scratch[begin:end].reshape((heads, _LONG_CHUNK))
+    begin, end = end, end + heads * _LONG_CHUNK
+    weights = scratch[begin:end].reshape((_LONG_CHUNK, heads))
+    partial = scratch[end : end + size].reshape((heads, width))
+    state = partials[part * size : (part + 1) * size].reshape((heads, width))
 
     item = 0
     for index in range(tokens.size):
         t, table = tokens[index], past.tables[sequences[index]]
         position = past.positions[t]
         visible, chunk = first_visible(position, past.window), chunk_size(position)
-        query = qkv[t, : num_heads * head_dim].reshape((num_heads, head_dim))
+        arrange_queries(qkv[t], past, queries)
         # Chunks begin at multiples of their size, so that a sliding window does not move their borders.
         first = visible // chunk * chunk
         mine = item % parts == part
         for begin in range(first, position + 1, chunk):
             if split:
                 mine = item % parts == part
-                state = partials[item * size : (item + 1) * size].reshape((num_heads, head_dim + 2))
+                state = partials[item * size : (item + 1) * size].reshape((heads, width))
                 item += 1
             if mine:
-                attend_chunk(
-                    query,
-                    past.keys,
-                    past.values,
-                    table,
-                    max(begin, visible),
-                    min(begin + chunk, position + 1),
-                    float32(past.factor),
-                    rows,
-                    weights,
-                    state if split or begin == first else partial,
-                )
+                target = state if split or begin == first else partial
+                last = min(begin + chunk, position + 1)
+                attend_chunk(queries, past, table, max(begin, visible), last, slots, scores, weights, target)
                 if not split and begin > first:
                     merge(state, partial)
         if not split:
             if mine:
-                finish(state, past.value_scale, out[t])
+                finish(state, past, out[t])
             item += 1
 
 
 @kernel()
 def finish_split(past: Past, tokens: np.ndarray, partials: np.ndarray, out: np.ndarray) -> None:
     """Put together what `decode` left in `partials` when it split the work by chunks."""
-    num_heads, head_dim = past.num_heads, past.keys.shape[3]
-    size = num_heads * (head_dim + 2)
+    heads, width = partial_shape(past.num_heads, past.keys.shape[2], past.keys.shape[3])
+    size = heads * width
     item = 0
     for t in tokens:
         position = past.positions[t]
-        state = partials[item * size : (item + 1) * size].reshape((num_heads, head_dim + 2))
+        state = partials[item * size : (item + 1) * size].reshape((heads, width))
         chunk = chunk_size(position)
         chunks = position // chunk - first_visible(position, past.window) // chunk + 1
         for later in range(item + 1, item + chunks):
-            merge(state, partials[later * size : (later + 1) * size].reshape((num_heads, head_dim + 2)))
-        finish(state, past.value_scale, out[t])
+            merge(state, partials[later * size : (later + 1) * size].reshape((heads, width)))
+        finish(state, past, out[t])
         item += chunks
 
 

@@ -1,8 +1,11 @@
 """Attention of a chunk of a prompt: tiles of queries against tiles of keys, with a running softmax.
 
 As FlashAttention does it (Dao et al. 2022): a tile's scores never leave the core's own cache. A row of a
-query tile is one head of one token; the heads that share a key stand together. Key tiles begin at multiples
-of `KEYS` in the sequence, so a token's result does not depend on how the prompt was cut into chunks.
+query tile is one head of one token; the heads that share a key stand together. A tile's arrays have their
+rows last: each row has a lane of the vector registers to itself, and nothing is summed across lanes.
+
+Key tiles begin at multiples of `KEYS` in the sequence, and a row's numbers are combined in the same order in
+whichever lane it is: a token's result does not depend on how the prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -15,73 +18,130 @@ from engine.backend.cpu.attention_past import Past, first_visible
 from engine.backend.cpu.cache_elements import decode_element
 from engine.backend.cpu.exponential import exp
 from engine.backend.cpu.jit import CONTRACT, kernel
-from engine.backend.cpu.matrix import accumulate_product, exponentials, largest
+from engine.backend.cpu.register_tiles import load_tile, scale_tile, store_tile
+from engine.backend.cpu.registers import LANES, WIDE, accumulate_broadcast, load, zeros
 
 __all__ = ["KEYS", "prefill", "prefill_parallel", "scratch_floats"]
 
 KEYS = 128
 """positions of one tile of keys"""
+_SUMS = (0.0,) * (16 if WIDE else 4)
+"""as many registers as there are to sum up in"""
+_LOWEST = float32(np.finfo(np.float32).min)
 
 
 def scratch_floats(rows: int, head_dim: int) -> int:
-    """Scratch that one thread needs for query tiles of `rows` rows."""
-    depth = -(-head_dim // 4) * 4
-    return rows * (2 * depth + KEYS + 2) + 2 * KEYS * depth
+    """Scratch that one thread needs for query tiles of `rows` rows, a multiple of 16."""
+    depth = -(-head_dim // LANES) * LANES
+    return rows * (2 * depth + KEYS + 3) + 2 * KEYS * depth
 
 
 @kernel()
-def load_tile(
-    cache: np.ndarray, table: np.ndarray, head: int, first: int, count: int, tile: np.ndarray
-) -> None:
-    """Read `count` positions of one head from `first` on into float32 `tile` [KEYS, depth].
+def whole_registers(count: int) -> int:
+    """`count` rounded up to a multiple of 16."""
+    return (count + LANES - 1) // LANES * LANES
 
-    The rows behind are zeros up to a multiple of 8. The columns behind D are not written.
+
+@kernel()
+def load_positions(
+    cache: np.ndarray, table: np.ndarray, head: int, first: int, count: int, rows: np.ndarray
+) -> None:
+    """Read `count` positions of one head from `first` on into float32 `rows` [KEYS, depth].
+
+    The rows behind are zeros up to a multiple of 16. The columns behind D are not written.
     """
     _, block_size, _, head_dim = cache.shape
     index, offset = first // block_size, first % block_size
     for j in range(count):
         block = table[index]
         for i in range(head_dim):
-            tile[j, i] = decode_element(cache[block, offset, head, i])
+            rows[j, i] = decode_element(cache[block, offset, head, i])
         offset += 1
         if offset == block_size:
             index, offset = index + 1, 0
-    tile[count : (count + 7) // 8 * 8] = float32(0.0)
+    rows[count : whole_registers(count)] = float32(0.0)
 
 
 @kernel()
-def transpose(tile: np.ndarray, count: int, transposed: np.ndarray) -> None:
-    """``transposed[i, j] = tile[j, i]`` for the first `count` rows, rounded up to a multiple of 8."""
-    for j in range(0, count, 8):
-        for i in range(tile.shape[1]):
-            for k in range(8):
-                transposed[i, j + k] = tile[j + k, i]
+def transpose(rows: np.ndarray, count: int, transposed: np.ndarray) -> None:
+    """``transposed[i, j] = rows[j, i]`` for the first `count` rows, rounded up to a multiple of 16."""
+    for j in range(0, count, LANES):
+        for i in range(rows.shape[1]):
+            for k in range(LANES):
+                transposed[i, j + k] = rows[j + k, i]
+
+
+@kernel()
+def multiply_transposed(
+    a: np.ndarray, b: np.ndarray, depth: int, columns: int, factors: np.ndarray, out: np.ndarray
+) -> None:
+    """``out = out * factors + b[:depth, :columns].T @ a[:depth]``; without `factors`, only the product.
+
+    a [at least depth, rows], factors [rows] or empty, out [at least columns, rows], float32; rows and columns
+    are multiples of 16. Each element is a chain of fused multiply-adds in the order of the depth.
+    """
+    rows, width = a.shape[1], b.shape[1]
+    for r in range(0, rows, LANES):
+        for c in range(0, columns, len(_SUMS)):
+            sums = zeros(_SUMS)
+            if factors.size > 0:
+                sums = scale_tile(load_tile(out, c * rows + r, rows, _SUMS), load(factors, r))
+            for d in range(depth):
+                sums = accumulate_broadcast(sums, load(a, d * rows + r), b, d * width + c)
+            store_tile(out, c * rows + r, rows, sums)
+
+
+@kernel()
+def visible_rows(row: int, window: int, rows: int) -> tuple[int, int]:
+    """The first of a tile's rows that sees a key, and the first after it that does not.
+
+    `row` is the first one of the key's own token, which may lie before or behind the tile. `window` is in
+    rows.
+    """
+    low = min(max(row, 0), rows)
+    return low, min(max(row + window, low), rows) if window > 0 else rows
 
 
 @kernel(fastmath=CONTRACT)
 def update_softmax(
-    scores: np.ndarray, begin: int, end: int, width: int, state: np.ndarray, summed: np.ndarray
+    scores: np.ndarray,
+    count: int,
+    first_row: int,
+    group: int,
+    window: int,
+    rows: int,
+    peaks: np.ndarray,
+    totals: np.ndarray,
+    factors: np.ndarray,
 ) -> None:
-    """Turn one row's scores of a tile into weights, those outside begin..end into 0.
+    """Turn the scores of `count` keys [KEYS, rows] into weights; where a row does not see a key into 0.
 
-    `state` [2] is the row's largest score so far and its weights' sum; it and `summed` are rescaled when the
-    tile holds a larger one.
+    The token of key j is at row ``first_row + j * group``, and `window` is in positions. peaks [rows] are the
+    largest scores so far, totals [rows] the weights' sums; factors [rows] becomes what is to be multiplied
+    with what was summed up before. Rows from `rows` on see nothing.
     """
-    scores[:begin] = float32(0.0)
-    scores[max(begin, end) : width] = float32(0.0)
-    if begin >= end:
-        return
-    seen = scores[begin:end]
-    peak = max(state[0], largest(seen))
-    total = exponentials(seen, peak)
-    keep = exp(state[0] - peak)
-    state[0] = peak
-    state[1] = state[1] * keep + total
-    for i in range(summed.size):
-        summed[i] *= keep
+    for r in range(peaks.size):
+        factors[r] = peaks[r]
+    for j in range(count):
+        low, high = visible_rows(first_row + j * group, window * group, rows)
+        row, largest = scores[j, low:high], peaks[low:high]
+        for r in range(row.size):
+            largest[r] = row[r] if row[r] > largest[r] else largest[r]
+    for r in range(peaks.size):
+        factors[r] = exp(factors[r] - peaks[r])
+        totals[r] *= factors[r]
+    for j in range(count):
+        low, high = visible_rows(first_row + j * group, window * group, rows)
+        scores[j, :low] = float32(0.0)
+        scores[j, high:] = float32(0.0)
+        row, largest, total = scores[j, low:high], peaks[low:high], totals[low:high]
+        for r in range(row.size):
+            weight = exp(row[r] - largest[r])
+            row[r] = weight
+            total[r] += weight
 
 
-@kernel(fastmath=CONTRACT)
+@kernel()
 def attend_tile(
     qkv: np.ndarray,
     past: Past,
@@ -89,65 +149,61 @@ def attend_tile(
     first_token: int,
     head: int,
     first_row: int,
-    rows: int,
+    count: int,
     scratch: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Rows from `first_row` on of one sequence's chunk: row r is head ``r % G`` of token ``r // G``.
+    """`count` rows from `first_row` on of one sequence's chunk: row r is head ``r % G`` of token ``r // G``.
 
     `first_token` is the chunk's first in the step; the other arrays are those of `prefill`.
     """
     kv_heads, head_dim = past.keys.shape[2], past.keys.shape[3]
     group = past.num_heads // kv_heads
-    depth = (head_dim + 3) // 4 * 4
-    begin, end = 0, rows * depth
-    query = scratch[begin:end].reshape((rows, depth))
-    begin, end = end, end + rows * depth
-    summed = scratch[begin:end].reshape((rows, depth))
-    begin, end = end, end + rows * KEYS
-    scores = scratch[begin:end].reshape((rows, KEYS))
-    begin, end = end, end + 2 * rows
-    state = scratch[begin:end].reshape((rows, 2))
-    begin, end = end, end + depth * KEYS
+    rows, depth = whole_registers(count), whole_registers(head_dim)
+    begin, end = 0, head_dim * rows
+    queries = scratch[begin:end].reshape((head_dim, rows))
+    begin, end = end, end + depth * rows
+    summed = scratch[begin:end].reshape((depth, rows))
+    begin, end = end, end + KEYS * rows
+    scores = scratch[begin:end].reshape((KEYS, rows))
+    begin, end = end, end + rows
+    peaks = scratch[begin:end]
+    begin, end = end, end + rows
+    totals = scratch[begin:end]
+    begin, end = end, end + rows
+    factors = scratch[begin:end]
+    begin, end = end, end + KEYS * depth
+    loaded = scratch[begin:end].reshape((KEYS, depth))
+    begin, end = end, end + KEYS * depth
     keys = scratch[begin:end].reshape((depth, KEYS))
-    begin, end = end, end + depth * KEYS
-    values = scratch[begin:end].reshape((KEYS, depth))
-    table, window = past.tables[sequence], past.window
-    first_position = past.positions[first_token]
 
-    values[:, head_dim:] = float32(0.0)
-    for r in range(rows):
-        t = first_token + (first_row + r) // group
-        column = (head * group + (first_row + r) % group) * head_dim
+    queries[:, count:] = float32(0.0)
+    for r in range(count):
+        t, h = first_token + (first_row + r) // group, head * group + (first_row + r) % group
         for i in range(head_dim):
-            query[r, i] = qkv[t, column + i] * float32(past.factor)
-        query[r, head_dim:] = float32(0.0)
-        summed[r, :] = float32(0.0)
-        state[r, 0] = float32(-np.inf)
-        state[r, 1] = float32(0.0)
+            queries[i, r] = qkv[t, h * head_dim + i] * float32(past.factor)
+    loaded[:, head_dim:] = float32(0.0)
+    summed[:] = float32(0.0)
+    peaks[:] = _LOWEST
+    totals[:] = float32(0.0)
 
-    begin = first_visible(first_position + first_row // group, window) // KEYS * KEYS
-    end = first_position + (first_row + rows - 1) // group + 1
+    table, first_query = past.tables[sequence], past.positions[first_token] * group + first_row
+    begin = first_visible(first_query // group, past.window) // KEYS * KEYS
+    end = (first_query + count - 1) // group + 1
     for first in range(begin, end, KEYS):
-        count = min(KEYS, end - first)
-        width = (count + 3) // 4 * 4
-        load_tile(past.keys, table, head, first, count, values)
-        transpose(values, count, keys)
-        scores[:, :width] = float32(0.0)
-        accumulate_product(query, keys, scores, rows, depth, count)
-        load_tile(past.values, table, head, first, count, values)
-        for r in range(rows):
-            position = first_position + (first_row + r) // group
-            low = max(first_visible(position, window) - first, 0)
-            high = min(position + 1 - first, count)
-            update_softmax(scores[r], min(low, width), high, width, state[r], summed[r])
-        accumulate_product(scores, values, summed, rows, width, depth)
-    for r in range(rows):
-        t = first_token + (first_row + r) // group
-        column = (head * group + (first_row + r) % group) * head_dim
-        scale = float32(past.value_scale) / state[r, 1]
+        size = min(KEYS, end - first)
+        load_positions(past.keys, table, head, first, size, loaded)
+        transpose(loaded, size, keys)
+        multiply_transposed(queries, keys, head_dim, whole_registers(size), factors[:0], scores)
+        row = first * group - first_query
+        update_softmax(scores, size, row, group, past.window, count, peaks, totals, factors)
+        load_positions(past.values, table, head, first, size, loaded)
+        multiply_transposed(scores, loaded, size, depth, factors, summed)
+    for r in range(count):
+        t, h = first_token + (first_row + r) // group, head * group + (first_row + r) % group
+        scale = float32(past.value_scale) / totals[r]
         for i in range(head_dim):
-            out[t, column + i] = summed[r, i] * scale
+            out[t, h * head_dim + i] = summed[i, r] * scale
 
 
 @kernel()
