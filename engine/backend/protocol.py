@@ -1,10 +1,10 @@
 """What a device must be able to do to run a model: the `Backend` protocol and the types that cross it.
 
-Models are written against this module and nothing else. A backend keeps no reference to a model, a request or a
-scheduler; it is handed its memory resource when it is built and asks for every byte through it.
+Models are written against this module and nothing else. A backend keeps no reference to a model, a request
+or a scheduler; it is handed its memory resource when it is built and asks for every byte through it.
 
-Outputs are always given by the caller (``out=``) and live in memory allocated at start-up, so that a step allocates
-nothing and a captured graph sees stable addresses.
+Outputs are always given by the caller (``out=``) and live in memory allocated at start-up, so that a step
+allocates nothing and a captured graph sees stable addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class DType(enum.Enum):
-    """Element types in device memory, with their NumPy carrier (16- and 8-bit floats travel as unsigned integers)."""
+    """Element types in device memory, with their NumPy carrier (16- and 8-bit floats travel as unsigned
+    integers).
+    """
 
     FLOAT32 = ("float32", 4, np.float32)
     BFLOAT16 = ("bfloat16", 2, np.uint16)
@@ -81,8 +83,9 @@ class LinearSource:
     BF16    uint16 (bfloat16) [N, K]     None                          1.0
     ======  ===========================  ============================  =====================
 
-    The value of an element is ``e2m1(code) * e4m3(group_scale) * global_scale`` (NVFP4), ``e4m3(w) * global_scale``
-    (FP8). `global_scale` is always a multiplier, whatever the checkpoint's own convention. `bias` is float32 [N].
+    The value of an element is ``e2m1(code) * e4m3(group_scale) * global_scale`` (NVFP4), ``e4m3(w) *
+    global_scale`` (FP8). `global_scale` is always a multiplier, whatever the checkpoint's own convention.
+    `bias` is float32 [N].
     """
 
     name: str
@@ -108,7 +111,9 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that will ever be asked for; everything a step needs is allocated from it at start-up."""
+    """The largest step that will ever be asked for; everything a step needs is allocated from it at
+    start-up.
+    """
 
     max_tokens: int
     max_seqs: int
@@ -141,7 +146,9 @@ class StepBatch:
 
 @dataclass(slots=True, eq=False)
 class StepInputs:
-    """A `StepBatch` where the backend can read it (io memory allocated by `Backend.reserve`), plus the host original."""
+    """A `StepBatch` where the backend can read it (io memory allocated by `Backend.reserve`), plus the
+    host original.
+    """
 
     host: StepBatch
     token_ids: Tensor
@@ -163,7 +170,9 @@ class StepInputs:
 
 @dataclass(slots=True, eq=False)
 class KVLayer:
-    """One attention layer's paged cache. Stored value: ``e4m3(saturate(x / scale))`` for FP8, bfloat16 otherwise."""
+    """One attention layer's paged cache. Stored value: ``e4m3(saturate(x / scale))`` for FP8, bfloat16
+    otherwise.
+    """
 
     key: Tensor
     """[blocks, block_size, kv_heads, head_dim], FLOAT8_E4M3 or BFLOAT16 (or FLOAT32, for reference runs)"""
@@ -199,13 +208,15 @@ class AttentionSpec:
 
 
 class Backend(Protocol):
-    """A device that can run a model. Activations are FLOAT32 on the CPU and 16-bit on CUDA (`activation_dtype`)."""
+    """A device that can run a model. Activations are FLOAT32 on the CPU and 16-bit on CUDA
+    (`activation_dtype`).
+    """
 
     name: str
     """``"cpu"`` or ``"cuda"``"""
     activation_dtype: DType
 
-    # -- memory ----------------------------------------------------------------------------------------------------
+    # -- memory --------------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Uninitialised tensor from the injected resource, tagged by the current memory scope."""
@@ -217,22 +228,25 @@ class Backend(Protocol):
         """Copy on the host in `dtype`'s NumPy carrier."""
 
     def load_linear(self, parts: Sequence[LinearSource]) -> Linear:
-        """One resident linear out of parts stacked along N (q, k, v; gate, up). Each part keeps its own global scale.
+        """One resident linear out of parts stacked along N (q, k, v; gate, up). Each part keeps its own
+        global scale.
 
-        Scratch is allocated under the scope ``repack/<the current tag without its first segment>`` and freed before
-        this returns. Parts of different formats or any N and K are accepted.
+        Scratch is allocated under the scope ``repack/<the current tag without its first segment>`` and
+        freed before this returns. Parts of different formats or any N and K are accepted.
         """
 
     def as_table(self, linear: Linear) -> Tensor:
         """The BF16 linear's own bytes as an embedding table [N, K]: tied embeddings share one buffer."""
 
     def reserve(self, limits: StepLimits) -> None:
-        """Allocate what steps up to `limits` need: io buffers and kernel scratch. Called once, after the weights."""
+        """Allocate what steps up to `limits` need: io buffers and kernel scratch. Called once, after the
+        weights.
+        """
 
     def close(self) -> None:
         """Give back what the backend itself holds. Idempotent."""
 
-    # -- one step --------------------------------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------
 
     def prepare(self, batch: StepBatch) -> StepInputs:
         """Put the step's inputs where the operations read them."""
@@ -241,22 +255,32 @@ class Backend(Protocol):
         """``out[t] = table[token_ids[t]]``; table BFLOAT16 [V, H], out [T, H]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> None:
-        """``out = x / sqrt(mean(x²) + eps) * weight`` over the last axis (Zhang & Sennrich 2019); weight float32."""
+        """``out = x / sqrt(mean(x²) + eps) * weight`` over the last axis (Zhang & Sennrich 2019); weight
+        float32.
+        """
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> None:
+    def add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, out: Tensor
+    ) -> None:
         """``residual += delta`` in place, then ``out = rms_norm(residual)``."""
 
     def linear(self, x: Tensor, weight: Linear, *, out: Tensor) -> None:
         """``out = x @ W.T + bias``, FP32 accumulation. x [T, K], out [T, N]."""
 
     def rope_and_store_kv(self, qkv: Tensor, inputs: StepInputs, kv: KVLayer, spec: AttentionSpec) -> None:
-        """Norm q and k per head where the spec asks, rotate them (rotate-half), store k and v in the paged cache.
+        """Norm q and k per head where the spec asks, rotate them (rotate-half), store k and v in the paged
+        cache.
 
-        qkv [T, (heads + 2 kv_heads) * head_dim]; the q part is rotated in place; the k and v parts may be clobbered.
+        qkv [T, (heads + 2 kv_heads) * head_dim]; the q part is rotated in place; the k and v parts may be
+        clobbered.
         """
 
-    def attention(self, qkv: Tensor, inputs: StepInputs, kv: KVLayer, spec: AttentionSpec, *, out: Tensor) -> None:
-        """Causal attention of the q part of `qkv` over the paged cache. out [T, heads * head_dim]. FP32 accumulation."""
+    def attention(
+        self, qkv: Tensor, inputs: StepInputs, kv: KVLayer, spec: AttentionSpec, *, out: Tensor
+    ) -> None:
+        """Causal attention of the q part of `qkv` over the paged cache. out [T, heads * head_dim]. FP32
+        accumulation.
+        """
 
     def silu_and_mul(self, gate_up: Tensor, *, out: Tensor) -> None:
         """``out = silu(gate_up[:, :I]) * gate_up[:, I:]``; gate_up [T, 2I]."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.backend.protocol import AttentionSpec, Backend, DType, KVLayer, Linear, StepInputs, StepLimits, Tensor
+from engine.backend.protocol import (
+    AttentionSpec,
+    Backend,
+    DType,
+    KVLayer,
+    Linear,
+    StepInputs,
+    StepLimits,
+    Tensor,
+)
 from engine.memory.scope import memory_scope
 from engine.model.config import ModelConfig
 from engine.model.loader import WeightLoader
@@ -62,10 +71,13 @@ class Llama:
         self.backend = backend
         hidden, vocab = config.hidden_size, config.vocab_size
 
-        head = weights.linear("lm_head", ["lm_head"], [vocab], hidden) if weights.has_linear("lm_head") else None
-        embeddings = None if head else weights.linear("model.embed_tokens", ["model.embed_tokens"], [vocab], hidden)
-        self.embed_tokens = backend.as_table(embeddings) if embeddings else weights.table("model.embed_tokens", (vocab, hidden))
-        self.lm_head: Linear = head or embeddings  # type: ignore[assignment]  # one of the two was loaded
+        # config.json's tie_word_embeddings can be wrong either way: the tensors present decide.
+        if weights.has_linear("lm_head"):
+            self.lm_head = weights.linear("lm_head", ["lm_head"], [vocab], hidden)
+            self.embed_tokens = weights.table("model.embed_tokens", (vocab, hidden))
+        else:
+            self.lm_head = weights.linear("model.embed_tokens", ["model.embed_tokens"], [vocab], hidden)
+            self.embed_tokens = backend.as_table(self.lm_head)
 
         inv_freq = weights.constant("rope", inverse_frequencies(config.rope, config.head_dim))
         self.layers = [self._load_layer(index, weights, inv_freq) for index in range(config.num_layers)]
@@ -79,7 +91,10 @@ class Llama:
         return Layer(
             input_norm=weights.vector(f"{p}.input_layernorm.weight", c.hidden_size),
             qkv=weights.linear(
-                f"{attn}.qkv_proj", [f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"], [query, key, key], c.hidden_size
+                f"{attn}.qkv_proj",
+                [f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"],
+                [query, key, key],
+                c.hidden_size,
             ),
             attention=AttentionSpec(
                 num_heads=c.num_heads,
@@ -95,9 +110,14 @@ class Llama:
             o=weights.linear(f"{attn}.o_proj", [f"{attn}.o_proj"], [c.hidden_size], query),
             post_attention_norm=weights.vector(f"{p}.post_attention_layernorm.weight", c.hidden_size),
             gate_up=weights.linear(
-                f"{mlp}.gate_up_proj", [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [c.intermediate_size] * 2, c.hidden_size
+                f"{mlp}.gate_up_proj",
+                [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
+                [c.intermediate_size] * 2,
+                c.hidden_size,
             ),
-            down=weights.linear(f"{mlp}.down_proj", [f"{mlp}.down_proj"], [c.hidden_size], c.intermediate_size),
+            down=weights.linear(
+                f"{mlp}.down_proj", [f"{mlp}.down_proj"], [c.hidden_size], c.intermediate_size
+            ),
         )
 
     def reserve(self, limits: StepLimits) -> None:
@@ -105,7 +125,9 @@ class Llama:
         self.workspace = Workspace(self.config, self.backend, limits)
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> Tensor:
-        """Run one step. Stores K and V of every token in `kv`; returns logits, float32 [R, V], valid until the next step."""
+        """Run one step. Stores K and V of every token in `kv`; returns logits, float32 [R, V], valid until
+        the next step.
+        """
         ops, ws, eps = self.backend, self.workspace, self.config.rms_norm_eps
         assert ws is not None, "reserve() comes before forward()"
         n, r = inputs.num_tokens, inputs.num_logits_rows

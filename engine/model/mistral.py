@@ -1,4 +1,6 @@
-"""Mistral (Jiang et al. 2023): Llama whose attention may slide over a window (`ModelConfig.sliding_windows`)."""
+"""Mistral (Jiang et al. 2023): Llama whose attention may slide over a window
+(`ModelConfig.sliding_windows`).
+"""
 
 from __future__ import annotations
 

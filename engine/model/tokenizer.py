@@ -22,9 +22,7 @@ _UNFINISHED = "�"
 class Tokenizer:
     """A model's tokenizer. Build it with `open`."""
 
-    def __init__(
-        self, inner: tokenizers.Tokenizer, template: str | None, special: Mapping[str, str]
-    ) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, template: str | None, special: Mapping[str, str]) -> None:
         self._inner = inner
         self._template = template
         self._special = special
@@ -73,7 +71,8 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes a few last tokens at a time, so a token costs the same at any length, and never half a character.
+    """Decodes a few last tokens at a time, so a token costs the same at any length, and never half a
+    character.
 
     Two ends of the tokens are kept: text up to `_shown` has been given out, and decoding begins at `_first`,
     so that a decoder that treats its first token differently sees a token of the past there.
