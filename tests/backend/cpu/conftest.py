@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.backend.cpu import backend as backend_module
 from engine.backend.cpu.backend import CpuBackend
 from engine.backend.protocol import StepLimits
 from engine.memory.resources import HostMemoryResource
@@ -32,3 +33,11 @@ def backend(memory: HostMemoryResource) -> Iterator[CpuBackend]:
     backend.reserve(LIMITS)
     yield backend
     backend.close()
+
+
+@pytest.fixture(params=["one thread", "all threads"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Element-wise operations on one thread or on all, however small they are."""
+    threshold = 0 if request.param == "all threads" else 1 << 40
+    monkeypatch.setattr(backend_module, "_SERIAL_ELEMENTS", threshold)
+    return str(request.param)

@@ -42,6 +42,7 @@ def test_gather_rows(backend: CpuBackend, rows: int, tokens: int, features: int,
     np.testing.assert_array_equal(backend.to_host(out), x[wanted])
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
 @pytest.mark.parametrize(("tokens", "features"), [(1, 1), (1, 1536), (3, 37), (200, 173), (7, 4681)])
 def test_silu_and_mul(backend: CpuBackend, tokens: int, features: int, scale: float) -> None:

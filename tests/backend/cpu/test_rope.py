@@ -151,7 +151,8 @@ def test_rotates_as_in_float64(
     np.testing.assert_array_equal(values, v)
 
 
-def test_many_tokens_on_all_threads(backend: CpuBackend) -> None:
+@pytest.mark.usefixtures("either_way")
+def test_many_tokens(backend: CpuBackend) -> None:
     case = make_case(backend, tokens=300, heads=9, kv_heads=3, head_dim=64)
     q, k, v = expected(backend, case)
     query, keys, values = run(backend, case)
@@ -170,6 +171,7 @@ def test_magnitude_scales_cosine_and_sine(backend: CpuBackend) -> None:
     np.testing.assert_array_equal(scaled[2], plain[2])
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_stored_bytes(backend: CpuBackend, dtype: DType, tokens: int) -> None:
