@@ -14,9 +14,10 @@ propagation, Arai & Ichikawa 2025).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import ml_dtypes
 import numpy as np
 
 from engine.backend.protocol import (
@@ -145,19 +146,21 @@ class QuantizedLinear:
     input_amax: float
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class PendingLinear:
-    """A linear that is noted but not loaded. A `Linear`."""
+    """A stack of linears that is noted but not loaded. A `Linear`."""
 
-    parts: Sequence[LinearSource]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+    shape: tuple[int, int]
+    modules: tuple[str, ...]
+    biases: tuple[np.ndarray | None, ...]
 
     @property
     def nbytes(self) -> int:
         return 0
+
+    def parts(self, weights: Sequence[np.ndarray]) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+        """Module, weight and bias of each linear."""
+        return zip(self.modules, weights, self.biases, strict=True)
 
 
 @dataclass(eq=False)
@@ -169,6 +172,8 @@ class QuantizingBackend:
     """makes a backend with the same memory"""
     modules: frozenset[str]
     """names of the linears to quantise; all parts of a stack or none"""
+    read_weight: Callable[[str], np.ndarray]
+    """float32 [N, K] of a linear, at the precision of the original checkpoint"""
     token_weights: np.ndarray
     """float32 [T]: one for each row of the quantised half"""
     sink: Callable[[QuantizedLinear], None]
@@ -184,7 +189,8 @@ class QuantizingBackend:
 
     def load_linear(self, parts: Sequence[LinearSource]) -> Linear:
         if all(part.name in self.modules for part in parts):
-            return PendingLinear(parts)
+            shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+            return PendingLinear(shape, tuple(p.name for p in parts), tuple(p.bias for p in parts))
         return self.inner.load_linear(parts)
 
     def linear(self, x: Tensor, weight: Linear, *, out: Tensor) -> None:
@@ -195,8 +201,10 @@ class QuantizingBackend:
         inputs = self._floats(x)
         moments = Moments.of(inputs[:tokens], inputs[tokens:], self.token_weights)
         del inputs
-        self._multiply(x, weight.parts, out)
-        self._multiply(x.rows(tokens), self._quantize(weight.parts, moments), out.rows(tokens))
+        weights = [self.read_weight(module) for module in weight.modules]
+        self._multiply(x, [_bfloat16_source(*part) for part in weight.parts(weights)], out)
+        quantized = self._quantize(weight, weights, moments)
+        self._multiply(x.rows(tokens), quantized, out.rows(tokens))
 
     def rope_and_store_kv(self, qkv: Tensor, inputs: StepInputs, kv: KVLayer, spec: AttentionSpec) -> None:
         self.inner.rope_and_store_kv(qkv, inputs, kv, spec)
@@ -208,8 +216,7 @@ class QuantizingBackend:
         self.kv_scales.append(KVScales.of_amax(*amax))
 
     def _multiply(self, x: Tensor, parts: Sequence[LinearSource], out: Tensor) -> None:
-        """One product with a linear that is gone afterwards. Its scratch is what a backend reserves for
-        it."""
+        """One product with a linear that is gone afterwards, by a backend that reserves its scratch."""
         assert self._limits is not None, "reserve() comes before linear()"
         backend = self.another()
         try:
@@ -220,9 +227,10 @@ class QuantizingBackend:
         finally:
             backend.close()
 
-    def _quantize(self, parts: Sequence[LinearSource], moments: Moments) -> list[LinearSource]:
-        """Quantise a stack; the parts share the global scale."""
-        weights = [bfloat16_to_float32(part.weight) for part in parts]
+    def _quantize(
+        self, linear: PendingLinear, weights: Sequence[np.ndarray], moments: Moments
+    ) -> list[LinearSource]:
+        """Quantise a stack and hand it to the sink. The parts share the global scale."""
         stacked = np.concatenate(weights)
         global_scale = HEADROOM * amax_global_scale(stacked)
         if stacked.shape[1] > MAX_FEEDBACK_FEATURES:
@@ -232,23 +240,13 @@ class QuantizingBackend:
             done = quantize_with_feedback(stacked, moments.quantized, global_scale, cross=moments.cross)
         sources = []
         first = 0
-        for part in parts:
-            rows = slice(first, first + part.shape[0])
-            first += part.shape[0]
+        for module, original, bias in linear.parts(weights):
+            rows = slice(first, first + len(original))
+            first += len(original)
             weight = NVFP4Weight(done.codes[rows], done.group_scales[rows], global_scale)
-            self.sink(QuantizedLinear(part.name, weight, moments.amax))
-            self.seen.add(part.name)
-            sources.append(
-                LinearSource(
-                    name=part.name,
-                    format=WeightFormat.NVFP4,
-                    shape=part.shape,
-                    weight=weight.codes,
-                    group_scales=weight.group_scales,
-                    global_scale=global_scale,
-                    bias=part.bias,
-                )
-            )
+            self.sink(QuantizedLinear(module, weight, moments.amax))
+            self.seen.add(module)
+            sources.append(_nvfp4_source(module, weight, bias))
         return sources
 
     def _floats(self, tensor: Tensor) -> np.ndarray:
@@ -306,6 +304,24 @@ class QuantizingBackend:
 
     def synchronize(self) -> None:
         self.inner.synchronize()
+
+
+def _bfloat16_source(module: str, weight: np.ndarray, bias: np.ndarray | None) -> LinearSource:
+    rows, columns = weight.shape
+    bits = weight.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return LinearSource(module, WeightFormat.BF16, (rows, columns), bits, bias=bias)
+
+
+def _nvfp4_source(module: str, weight: NVFP4Weight, bias: np.ndarray | None) -> LinearSource:
+    return LinearSource(
+        name=module,
+        format=WeightFormat.NVFP4,
+        shape=weight.shape,
+        weight=weight.codes,
+        group_scales=weight.group_scales,
+        global_scale=weight.global_scale,
+        bias=bias,
+    )
 
 
 def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:

@@ -18,7 +18,11 @@ __all__ = ["descend_group", "encode_e2m1", "quantize_group", "subtract_product"]
 
 _LANES = 32  # two AVX-512 or four AVX2 registers of float32
 # No reassociation: `_round_e2m1` adds and subtracts a constant to round.
-_FASTMATH = {"contract", "nnan", "ninf", "nsz"}
+_OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "fastmath": {"contract", "nnan", "ninf", "nsz"},
+    "error_model": "numpy",  # no check for a division by zero between the lanes
+}
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -27,9 +31,9 @@ def _kernel(function: Callable[..., Any]) -> Any:
     One thread: a group takes microseconds, less than it takes to wake a second one. Callers split rows.
     """
     try:
-        return njit(nogil=True, fastmath=_FASTMATH, cache=True)(function)
+        return njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # neither beside the source nor in the user's cache directory
-        return njit(nogil=True, fastmath=_FASTMATH)(function)
+        return njit(**_OPTIONS)(function)
 
 
 @njit(inline="always")

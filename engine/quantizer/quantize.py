@@ -14,7 +14,6 @@ from engine.backend.protocol import DType, KVLayer
 from engine.errors import CheckpointError, ConfigurationError
 from engine.memory.resources import HostMemoryResource, host_capacity
 from engine.memory.scope import memory_scope
-from engine.model.checkpoint import Checkpoint
 from engine.model.loader import WeightLoader
 from engine.model.registry import model_class
 from engine.model.tokenizer import Tokenizer
@@ -98,7 +97,6 @@ def _quantize(
     progress: Progress,
 ) -> QuantizeReport:
     source = Source(source_directory)
-    _check_architecture(source)
     stacks = source.stacks()
     report = QuantizeReport(out)
     report.quantized = [module for stack in stacks if stack.quantizable for module in stack.modules]
@@ -126,7 +124,7 @@ def _quantize(
         writer.write_json("hf_quant_config.json", hf_quant_config(excluded))
     for path in source.companions():
         shutil.copyfile(path, directory / path.name)
-    report.parameters = sum(info.size for info in source.tensors.values())
+    report.parameters = source.parameters
     report.nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     return report
 
@@ -155,8 +153,7 @@ def _quantize_calibrated(
     progress: Progress,
 ) -> tuple[list[KVScales], int]:
     """One pass of the model over the text. Returns the KV scales of the layers and the number of tokens."""
-    checkpoint = Checkpoint.open(source.path)
-    config = checkpoint.config
+    checkpoint, config = source.checkpoint, source.checkpoint.config
     tokenizer = Tokenizer.open(source.path)
     prefix = tokenizer.encode("")
     try:
@@ -178,7 +175,9 @@ def _quantize_calibrated(
     def make_backend() -> CpuBackend:
         return CpuBackend(memory, threads=threads)
 
-    backend = QuantizingBackend(make_backend(), make_backend, modules, calibration.token_weights(), sink)
+    backend = QuantizingBackend(
+        make_backend(), make_backend, modules, source.weight, calibration.token_weights(), sink
+    )
     try:
         model = model_class(config.architecture)(config, WeightLoader(checkpoint, config, backend), backend)
         model.reserve(limits)
@@ -195,13 +194,6 @@ def _quantize_calibrated(
     if missing:
         raise CheckpointError(f"{source.path}: {min(missing)} was not used by the model")
     return backend.kv_scales, calibration.token_ids.size
-
-
-def _check_architecture(source: Source) -> None:
-    architectures = source.config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise CheckpointError(f"{source.path / 'config.json'}: architectures is missing")
-    model_class(str(architectures[0]))
 
 
 def _silent(label: str, done: int, total: int) -> None:

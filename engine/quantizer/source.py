@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -10,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # registers bfloat16 with NumPy, which safetensors asks for by name
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError, UnsupportedModelError
+from engine.model.checkpoint import Checkpoint, StoredTensor
+from engine.model.registry import model_class
 from engine.quantizer.nvfp4 import GROUP_SIZE
 
-__all__ = ["LinearStack", "Source", "TensorInfo"]
+__all__ = ["LinearStack", "Source"]
 
 _FLOATS = ("BF16", "F16", "F32")
 _STACKS = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
@@ -36,25 +36,6 @@ _COPIED = (
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor is."""
-
-    file: Path
-    dtype: str
-    """safetensors' name: BF16, F16, F32"""
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * (4 if self.dtype == "F32" else 2)
-
-
-@dataclass(frozen=True, slots=True)
 class LinearStack:
     """Linears with the same input that share a global scale."""
 
@@ -68,44 +49,53 @@ class LinearStack:
 
 
 class Source:
-    """The checkpoint in `path`: its config.json and its tensors.
+    """The checkpoint in `path`, which can be quantised.
 
     Raises
     ------
     CheckpointError
         A file is missing or damaged.
     UnsupportedModelError
-        The model is quantised already, or holds integers.
+        The model is quantised already, holds other than floats, or its architecture is not served.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = _read_json(path / "config.json")
+        self.checkpoint = Checkpoint.open(path)
         declared = self.config.get("quantization_config")
         if declared is not None or (path / "hf_quant_config.json").exists():
             method = declared.get("quant_method") if isinstance(declared, dict) else None
             raise UnsupportedModelError(
                 f"{path}: is quantised already ({method or 'modelopt'}); expected a BF16, FP16 or FP32 model"
             )
-        self._tensors = {name: info for file in self._files() for name, info in _list_tensors(file)}
-        for name, info in self._tensors.items():
-            if info.dtype not in _FLOATS:
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in _FLOATS:
                 raise UnsupportedModelError(
-                    f"{info.file}: tensor {name} is {info.dtype}; expected BF16, F16 or F32"
+                    f"{tensor.file}: tensor {name} is {tensor.dtype}; expected BF16, F16 or F32"
                 )
+        model_class(self.checkpoint.config.architecture)
 
     @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return self._tensors
+    def path(self) -> Path:
+        return self.checkpoint.path
 
     @property
-    def dtypes(self) -> set[str]:
-        return {info.dtype for info in self._tensors.values()}
+    def config(self) -> dict[str, Any]:
+        """config.json as it is written."""
+        return self.checkpoint.raw_config
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return self.checkpoint.tensors
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     def stacks(self) -> list[LinearStack]:
         """The decoder layers' linears, in the order in which a layer uses them."""
         found: dict[tuple[str, ...], list[str]] = {}
-        for name, info in self._tensors.items():
+        for name, info in self.tensors.items():
             match = _LINEAR.fullmatch(name)
             if match and len(info.shape) == 2:
                 layer, block, linear = match.groups()
@@ -115,7 +105,7 @@ class Source:
         for key, modules in found.items():
             order = key[2:]
             modules.sort(key=lambda module: order.index(module.rpartition(".")[2]))
-            widths = {self._tensors[f"{module}.weight"].shape[1] for module in modules}
+            widths = {self.tensors[f"{module}.weight"].shape[1] for module in modules}
             if len(widths) != 1:
                 raise CheckpointError(f"{self.path}: {', '.join(modules)} differ in their input features")
             stacks.append(LinearStack(tuple(modules), widths.pop()))
@@ -124,28 +114,24 @@ class Source:
         )
 
     def tensor(self, name: str) -> np.ndarray:
-        """A copy of one tensor in its own dtype (`ml_dtypes.bfloat16` for BF16)."""
-        info = self._tensors[name]
-        try:
-            with safe_open(info.file, framework="np") as file:
-                array: np.ndarray = file.get_tensor(name)
-        except (SafetensorError, OSError, TypeError) as error:
-            raise CheckpointError(
-                f"{info.file}: tensor {name} cannot be read: {' '.join(str(error).split())}"
-            ) from None
-        return array
+        """View of one tensor in its own dtype (`ml_dtypes.bfloat16` for BF16)."""
+        values = self.checkpoint.tensor(name)
+        return values.view(ml_dtypes.bfloat16) if self.tensors[name].dtype == "BF16" else values
 
     def weight(self, module: str) -> np.ndarray:
         """A linear's weight, float32 [N, K]. Raises CheckpointError where it holds no number."""
-        values = self.tensor(f"{module}.weight").astype(np.float32)
+        name = f"{module}.weight"
+        values = self.tensor(name).astype(np.float32)
+        self.checkpoint.release(name)
         if not np.isfinite(values).all():
-            info = self._tensors[f"{module}.weight"]
-            raise CheckpointError(f"{info.file}: tensor {module}.weight holds infinities or NaN")
+            raise CheckpointError(f"{self.tensors[name].file}: tensor {name} holds infinities or NaN")
         return values
 
     def bfloat16(self, name: str) -> np.ndarray:
-        """A tensor rounded to BF16."""
-        return self.tensor(name).astype(ml_dtypes.bfloat16)
+        """A copy of a tensor, rounded to BF16."""
+        values = self.tensor(name).astype(ml_dtypes.bfloat16)
+        self.checkpoint.release(name)
+        return values
 
     def companions(self) -> Iterator[Path]:
         """The tokenizer's and other files that a quantised copy needs as they are."""
@@ -155,44 +141,3 @@ class Source:
                 if file.is_file() and file not in seen:
                     seen.add(file)
                     yield file
-
-    def _files(self) -> list[Path]:
-        index = self.path / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
-        if not index.exists():
-            if not single.exists():
-                raise CheckpointError(f"{self.path}: neither {single.name} nor {index.name} is there")
-            return [single]
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: weight_map is missing")
-        names = sorted(set(map(str, weight_map.values())))
-        for name in names:
-            if Path(name).name != name:
-                raise CheckpointError(f"{index}: {name!r} is not the name of a file beside it")
-        return [self.path / name for name in names]
-
-
-def _list_tensors(path: Path) -> list[tuple[str, TensorInfo]]:
-    try:
-        with safe_open(path, framework="np") as file:
-            slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 - no mapping
-            return [(name, TensorInfo(path, s.get_dtype(), tuple(s.get_shape()))) for name, s in slices]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path}: not a readable safetensors file: {' '.join(str(error).split())}"
-        ) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object")
-    return content

@@ -44,6 +44,14 @@ def inner(memory: HostMemoryResource) -> Iterator[CpuBackend]:
     backend.close()
 
 
+def linear_source(name: str, rows: int, seed: int) -> LinearSource:
+    weight = np.random.default_rng(seed).standard_normal((rows, FEATURES), np.float32)
+    bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
+    bias = np.linspace(-1, 1, rows, dtype=np.float32)
+    return LinearSource(name, WeightFormat.BF16, (rows, FEATURES), bits, bias=bias)
+
+
+SOURCES = {"q": linear_source("q", 48, 0), "k": linear_source("k", 16, 1)}
 Make = Callable[..., QuantizingBackend]
 
 
@@ -57,22 +65,20 @@ def make(inner: CpuBackend, memory: HostMemoryResource) -> Make:
         def another() -> CpuBackend:
             return CpuBackend(memory, threads=1)
 
-        return QuantizingBackend(inner, another, frozenset(modules), np.ones(TOKENS, np.float32), sink)
+        def read_weight(module: str) -> np.ndarray:
+            return bfloat16_to_float32(SOURCES[module].weight)
+
+        return QuantizingBackend(
+            inner, another, frozenset(modules), read_weight, np.ones(TOKENS, np.float32), sink
+        )
 
     return build
-
-
-def linear_source(name: str, rows: int, seed: int) -> LinearSource:
-    weight = np.random.default_rng(seed).standard_normal((rows, FEATURES), np.float32)
-    bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
-    bias = np.linspace(-1, 1, rows, dtype=np.float32)
-    return LinearSource(name, WeightFormat.BF16, (rows, FEATURES), bits, bias=bias)
 
 
 def test_each_half_of_the_rows_goes_through_its_own_weights(make: Make) -> None:
     made: list[QuantizedLinear] = []
     backend = make("q", "k", sink=made.append)
-    parts = [linear_source("q", 48, 0), linear_source("k", 16, 1)]
+    parts = [SOURCES["q"], SOURCES["k"]]
     pending = backend.load_linear(parts)
     backend.reserve(LIMITS)
     assert (pending.shape, pending.nbytes) == ((64, FEATURES), 0)
@@ -115,11 +121,11 @@ def test_other_linears_are_the_inner_backends(make: Make) -> None:
 
 def test_nothing_that_was_quantised_stays_resident(make: Make, memory: HostMemoryResource) -> None:
     backend = make("q")
-    pending = backend.load_linear([linear_source("q", 64, 0)])
+    pending = backend.load_linear([SOURCES["q"]])
     backend.reserve(LIMITS)
     with memory_scope("workspace/test"):
         x = backend.from_host(np.ones((2 * TOKENS, FEATURES), np.float32), DType.FLOAT32)
-        out = backend.empty((2 * TOKENS, 64), DType.FLOAT32)
+        out = backend.empty((2 * TOKENS, 48), DType.FLOAT32)
     before = memory.live
     backend.linear(x, pending, out=out)
     assert memory.live == before
@@ -166,13 +172,13 @@ def test_wide_inputs_fall_back_on_importance(make: Make, monkeypatch: pytest.Mon
     monkeypatch.setattr("engine.quantizer.calibration.MAX_FEEDBACK_FEATURES", 32)
     made: list[QuantizedLinear] = []
     backend = make("q", sink=made.append)
-    pending = backend.load_linear([linear_source("q", 64, 0)])
+    pending = backend.load_linear([SOURCES["q"]])
     backend.reserve(LIMITS)
     inputs = correlated_inputs(np.random.default_rng(6), 2 * TOKENS, FEATURES)
     with memory_scope("workspace/test"):
-        x, out = backend.from_host(inputs, DType.FLOAT32), backend.empty((2 * TOKENS, 64), DType.FLOAT32)
+        x, out = backend.from_host(inputs, DType.FLOAT32), backend.empty((2 * TOKENS, 48), DType.FLOAT32)
     backend.linear(x, pending, out=out)
-    weight = bfloat16_to_float32(linear_source("q", 64, 0).weight)
+    weight = bfloat16_to_float32(SOURCES["q"].weight)
     moments = Moments.of(inputs[:TOKENS], inputs[TOKENS:], np.ones(TOKENS, np.float32)).quantized
     made_error = output_error(weight, dequantize(made[0].weight), moments)
     assert made_error < output_error(weight, dequantize(quantize(weight)), moments)
