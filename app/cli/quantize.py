@@ -58,12 +58,11 @@ Examples:
 )
 def quantize(model: str, out: Path, calibration: Path | None, force: bool, threads: int | None) -> None:
     """Turn a GGUF file or a 16-bit model into NVFP4, in ModelOpt's format."""
-    from engine.model.checkpoint import resolve_model
-
     from app.cli.progress import ProgressBar
     from app.cli.text_file import read_text
     from engine.errors import ConfigurationError
     from engine.memory.errors import describe_bytes
+    from engine.model.checkpoint import resolve_model
     from engine.quantizer.quantize import quantize_model
 
     text = None if calibration is None else read_text("--calibration", calibration)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from engine.model.checkpoint import Checkpoint
-from engine.model.loader import WeightLoader
 
 from engine.backend.cpu import CpuBackend
 from engine.backend.protocol import DType, KVLayer, StepBatch, StepLimits
 from engine.memory.resources import HostMemoryResource
+from engine.model.checkpoint import Checkpoint
 from engine.model.llama import Llama
+from engine.model.loader import WeightLoader
 from engine.model.registry import model_class
 
 BLOCK_SIZE = 16
