@@ -1,8 +1,10 @@
-"""What a model is, read from a checkpoint's config.json: shapes, rotary embedding, special tokens."""
+"""What a model is: shapes, rotary embedding, special tokens. `engine.model.read_config` reads it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+__all__ = ["ModelConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +16,19 @@ class RopeConfig:
     """``default``, ``linear``, ``llama3`` or ``yarn``; anything else is refused when the config is read"""
     factor: float = 1.0
     low_freq_factor: float = 1.0
+    """llama3"""
     high_freq_factor: float = 4.0
+    """llama3"""
     original_max_position_embeddings: int = 0
+    """llama3 and yarn: the length that the model was trained at"""
+    beta_fast: float = 32.0
+    """yarn: what turns more often than this over the original length keeps its frequency"""
+    beta_slow: float = 1.0
+    """yarn: what turns less often than this is divided by the factor"""
+    truncate: bool = True
+    """yarn: whether the range between the two is widened to whole dimensions"""
+    magnitude: float = 1.0
+    """multiplies cos and sin (yarn's attention factor)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    """the longest sequence; with yarn, what it extends the original length to"""
     rms_norm_eps: float
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
@@ -41,3 +55,5 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """config.json's and generation_config.json's together"""
+    biased: frozenset[str] = frozenset()
+    """the linears (``q_proj`` …) that have a bias by the architecture or config.json; others may have one"""

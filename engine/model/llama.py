@@ -76,12 +76,13 @@ class Llama:
             self.lm_head = weights.linear("lm_head", ["lm_head"], [vocab], hidden)
             self.embed_tokens = weights.table("model.embed_tokens", (vocab, hidden))
         else:
-            self.lm_head = weights.linear("model.embed_tokens", ["model.embed_tokens"], [vocab], hidden)
+            self.lm_head = weights.tied_table("model.embed_tokens", (vocab, hidden))
             self.embed_tokens = backend.as_table(self.lm_head)
 
         inv_freq = weights.constant("rope", inverse_frequencies(config.rope, config.head_dim))
         self.layers = [self._load_layer(index, weights, inv_freq) for index in range(config.num_layers)]
         self.norm = weights.vector("model.norm.weight", hidden)
+        weights.finish()
         self.workspace: Workspace | None = None
 
     def _load_layer(self, index: int, weights: WeightLoader, inv_freq: Tensor) -> Layer:
@@ -102,6 +103,7 @@ class Llama:
                 head_dim=c.head_dim,
                 scale=c.head_dim**-0.5,
                 inv_freq=inv_freq,
+                rope_magnitude=c.rope.magnitude,
                 sliding_window=c.sliding_windows[index],
                 q_norm=weights.vector(f"{attn}.q_norm.weight", c.head_dim) if self.qk_norm else None,
                 k_norm=weights.vector(f"{attn}.k_norm.weight", c.head_dim) if self.qk_norm else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -11,13 +11,19 @@ from engine.backend.protocol import Backend, DType, Linear, Tensor
 from engine.memory.scope import memory_scope
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
+from engine.model.files import text_shown
+from engine.model.kv_scales import is_kv_scale, read_kv_scales
 from engine.model.quantization import sources
+from engine.model.quantization.tensors import read_bfloat16, read_float32
 
-__all__ = ["WeightLoader"]
+__all__ = ["Progress", "WeightLoader"]
 
 _log = logging.getLogger("vtserve")
 
 Progress = Callable[[str, int, int], None]
+"""Told a label, the bytes done and all bytes"""
+
+_SHOWN = 4
 
 
 class WeightLoader:
@@ -27,6 +33,11 @@ class WeightLoader:
     ----------
     progress
         Told ``("load", bytes done, all bytes)`` after each tensor.
+
+    Raises
+    ------
+    CheckpointError
+        The configuration declares a quantisation that no tensor is stored in.
     """
 
     def __init__(
@@ -37,20 +48,30 @@ class WeightLoader:
         *,
         progress: Progress | None = None,
     ) -> None:
+        sources.check_declaration(checkpoint)
         self._checkpoint = checkpoint
         self._config = config
         self._backend = backend
         self._progress = progress
         self._total = checkpoint.nbytes
         self._done = 0
-        self._said_scales = False
+        self._asked: set[str] = set()
+        self._kv_scales: list[tuple[float, float]] | None = None
 
     def has_linear(self, module: str) -> bool:
         """Whether the checkpoint holds a weight of `module`."""
         return sources.has_linear(self._checkpoint, module)
 
     def linear(self, tag: str, modules: Sequence[str], rows: Sequence[int], cols: int) -> Linear:
-        """`modules` stacked along N, ``[sum(rows), cols]``, allocated as ``weights/<tag>``."""
+        """`modules` stacked along N, ``[sum(rows), cols]``, allocated as ``weights/<tag>``.
+
+        Each keeps its own format and its own global scale.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor is missing or contradicts the shape, or (UnsupportedModelError) its format is not served.
+        """
         with memory_scope(f"weights/{tag}"):
             parts = [
                 sources.linear_source(self._checkpoint, module, count, cols)
@@ -58,26 +79,35 @@ class WeightLoader:
             ]
             linear = self._backend.load_linear(parts)
         del parts
-        for module in modules:
-            self._finished(sources.linear_tensors(self._checkpoint, module))
+        self._finished(name for module in modules for name in self._checkpoint.below(module))
         return linear
 
     def vector(self, name: str, length: int) -> Tensor:
         """The float32 copy of a vector of `length`."""
         with memory_scope(f"weights/{name}"):
-            values = sources.read_float32(self._checkpoint, name, (length,))
+            values = read_float32(self._checkpoint, name, (length,))
             tensor = self._backend.from_host(values, DType.FLOAT32)
+        del values
         self._finished([name])
         return tensor
 
     def table(self, module: str, shape: tuple[int, int]) -> Tensor:
-        """The embedding table of `module`, BFLOAT16 `shape`."""
+        """The embedding table of `module`, BFLOAT16 `shape`. FP16 and FP32 are rounded to it."""
         name = f"{module}.weight"
         with memory_scope(f"weights/{module}"):
-            values = sources.read_bfloat16(self._checkpoint, name, shape)
+            values = read_bfloat16(self._checkpoint, name, shape)
             tensor = self._backend.from_host(values, DType.BFLOAT16)
+        del values
         self._finished([name])
         return tensor
+
+    def tied_table(self, module: str, shape: tuple[int, int]) -> Linear:
+        """The embedding table of `module` as a linear layer, whose bytes `Backend.as_table` gives as a table.
+
+        Raises CheckpointError as `table` does: an embedding that is quantised is no table.
+        """
+        read_bfloat16(self._checkpoint, f"{module}.weight", shape)
+        return self.linear(module, [module], [shape[0]], shape[1])
 
     def constant(self, name: str, values: np.ndarray) -> Tensor:
         """Float32 `values` that the model computed itself."""
@@ -85,28 +115,35 @@ class WeightLoader:
             return self._backend.from_host(np.ascontiguousarray(values, np.float32), DType.FLOAT32)
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
-        """(k, v) scales of a layer's FP8 cache. One present serves both; none is 1.0, with one warning."""
-        prefix = f"model.layers.{layer}.self_attn"
-        found: dict[str, float] = {}
-        for which in "kv":
-            for name in (f"{prefix}.{which}_proj.{which}_scale", f"{prefix}.{which}_scale"):
-                if name in self._checkpoint:
-                    found[which] = sources.read_scalar(self._checkpoint, name)
-        if not self._said_scales:
-            self._said_scales = True
-            if found:
-                count = sum(
-                    name.endswith((".k_scale", ".v_scale")) for name in self._checkpoint.tensors
-                )
-                _log.info("FP8 KV cache: %d scales in the checkpoint", count)
-            else:
-                _log.warning("FP8 KV cache: the checkpoint has no scales; 1.0 is used for every layer")
-        key = found.get("k", found.get("v", 1.0))
-        return key, found.get("v", key)
+        """(key, value) scales of a layer's FP8 cache: `read_kv_scales`, read at the first call."""
+        if self._kv_scales is None:
+            self._kv_scales = read_kv_scales(self._checkpoint)
+        return self._kv_scales[layer]
 
-    def _finished(self, names: Sequence[str]) -> None:
+    def finish(self) -> None:
+        """Say which tensors the model did not ask for: a layer too many, or a part that it does not have."""
+        unused = [
+            name
+            for name in self._checkpoint.tensors
+            if name not in self._asked and not is_kv_scale(name) and not name.endswith("rotary_emb.inv_freq")
+        ]
+        if unused:
+            names = ", ".join(map(text_shown, unused[:_SHOWN]))
+            more = f", and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+            _log.warning(
+                "%s: %s has no use for %d tensors: %s%s",
+                self._checkpoint.path,
+                self._config.architecture,
+                len(unused),
+                names,
+                more,
+            )
+
+    def _finished(self, names: Iterable[str]) -> None:
         for name in names:
             self._checkpoint.release(name)
-            self._done += self._checkpoint.stored(name).nbytes
+            if name not in self._asked:
+                self._asked.add(name)
+                self._done += self._checkpoint.stored(name).nbytes
         if self._progress is not None:
-            self._progress("load", min(self._done, self._total), self._total)
+            self._progress("load", self._done, self._total)

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, RequestError
-from engine.model.checkpoint import read_json
+from engine.model.files import read_json
 
 __all__ = ["TextStream", "Tokenizer"]
 

@@ -89,7 +89,7 @@ def test_shards_are_one_checkpoint(model: Path) -> None:
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "gone.safetensors"])
 def test_an_index_names_files_of_its_directory_only(model: Path, file: str) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
-    with pytest.raises(CheckpointError, match=r"is not a file name|no such file"):
+    with pytest.raises(CheckpointError, match=r"expected the name of a file beside it|is missing"):
         Checkpoint.open(model)
 
 

@@ -1,31 +1,40 @@
-"""`LinearSource`s out of a checkpoint, in ModelOpt's and compressed-tensors' conventions.
-
-The tensors that are present decide the format. ModelOpt stores a global scale to multiply by
-(``weight_scale_2`` = amax / 2688), compressed-tensors one to divide by (``weight_global_scale``).
-"""
+"""`LinearSource`s out of a checkpoint. The tensors that are present decide the format."""
 
 from __future__ import annotations
 
-import math
-
-import ml_dtypes
-import numpy as np
+import logging
+from collections.abc import Iterator
 
 from engine.backend.protocol import LinearSource, WeightFormat
 from engine.errors import CheckpointError, UnsupportedModelError
 from engine.model.checkpoint import Checkpoint
+from engine.model.files import text_shown
+from engine.model.quantization import fp8, nvfp4
+from engine.model.quantization.tensors import read_bfloat16, read_float32
 
-__all__ = ["has_linear", "linear_source", "linear_tensors", "read_float32", "read_scalar"]
+__all__ = ["check_declaration", "has_linear", "linear_source", "stored_format"]
 
-_GROUP = 16
-_SUFFIXES = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_scale_2",
-    "weight_global_scale",
-    "bias",
+_log = logging.getLogger("vtserve")
+
+_KNOWN = frozenset(
+    {
+        "weight",
+        "weight_packed",
+        "weight_scale",
+        "weight_scale_2",
+        "weight_global_scale",
+        "bias",
+        # Activations stay 16-bit, whatever they were calibrated for.
+        "input_scale",
+        "input_global_scale",
+        "output_scale",
+        # The KV cache's: `engine.model.kv_scales` reads them.
+        "k_scale",
+        "v_scale",
+        "q_scale",
+    }
 )
+_SHOWN = 4
 
 
 def has_linear(checkpoint: Checkpoint, module: str) -> bool:
@@ -33,93 +42,96 @@ def has_linear(checkpoint: Checkpoint, module: str) -> bool:
     return f"{module}.weight" in checkpoint or f"{module}.weight_packed" in checkpoint
 
 
-def linear_tensors(checkpoint: Checkpoint, module: str) -> list[str]:
-    """The names of the tensors that make up the linear layer `module`."""
-    return [name for suffix in _SUFFIXES if (name := f"{module}.{suffix}") in checkpoint]
+def stored_format(checkpoint: Checkpoint, module: str) -> WeightFormat:
+    """How the linear `module` is stored. Raises CheckpointError if it is not there."""
+    if nvfp4.codes_name(checkpoint, module) is not None:
+        return WeightFormat.NVFP4
+    if fp8.is_stored(checkpoint, module):
+        return WeightFormat.FP8
+    checkpoint.stored(f"{module}.weight")
+    return WeightFormat.BF16
 
 
 def linear_source(checkpoint: Checkpoint, module: str, rows: int, cols: int) -> LinearSource:
     """The linear layer `module`, [rows, cols].
+
+    Dense weights are bfloat16: FP16 and FP32 are rounded to it.
 
     Raises
     ------
     CheckpointError
         A tensor is missing, or its shape or element type contradicts config.json.
     UnsupportedModelError
-        It is stored in a format that is not served.
+        It is stored in a format that is not served, or a tensor beside the weight would change what the layer
+        computes: smoothing, low-rank residuals, zero points.
     """
-    bias_name = f"{module}.bias"
-    bias = read_float32(checkpoint, bias_name, (rows,)) if bias_name in checkpoint else None
-    packed = f"{module}.weight_packed" in checkpoint
-    weight = f"{module}.weight_packed" if packed else f"{module}.weight"
-    kind = checkpoint.stored(weight).dtype
-
-    if kind == "U8":
-        if cols % _GROUP:
+    for name in checkpoint.below(module):
+        suffix = name.rpartition(".")[2]
+        if suffix not in _KNOWN:
             raise UnsupportedModelError(
-                f"{checkpoint.path}: tensor {weight}: {cols} columns; NVFP4 needs a multiple of {_GROUP}"
+                f"{checkpoint.stored(name).file}: tensor {text_shown(name)}: "
+                f"a linear layer with {text_shown(suffix)} is not served"
             )
-        global_name = f"{module}.weight_global_scale" if packed else f"{module}.weight_scale_2"
-        scale = read_scalar(checkpoint, global_name)
-        return LinearSource(
-            module,
-            WeightFormat.NVFP4,
-            (rows, cols),
-            _checked(checkpoint, weight, "U8", (rows, cols // 2)),
-            _checked(checkpoint, f"{module}.weight_scale", "F8_E4M3", (rows, cols // _GROUP)).view(np.uint8),
-            1.0 / scale if packed else scale,
-            bias,
-        )
-    if kind == "F8_E4M3":
-        codes = _checked(checkpoint, weight, "F8_E4M3", (rows, cols))
-        scale = read_scalar(checkpoint, f"{module}.weight_scale")
-        return LinearSource(module, WeightFormat.FP8, (rows, cols), codes, None, scale, bias)
-    return LinearSource(
-        module, WeightFormat.BF16, (rows, cols), read_bfloat16(checkpoint, weight, (rows, cols)), bias=bias
-    )
-
-
-def read_bfloat16(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """bfloat16 bits, uint16. FP16 and FP32 tensors are rounded to it."""
-    kind = checkpoint.stored(name).dtype
-    if kind == "BF16":
-        return _checked(checkpoint, name, "BF16", shape)
-    if kind not in ("F16", "F32"):
-        raise UnsupportedModelError(f"{checkpoint.path}: tensor {name}: {kind} weights are not served")
-    return _checked(checkpoint, name, kind, shape).astype(ml_dtypes.bfloat16).view(np.uint16)
-
-
-def read_float32(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A small tensor as float32."""
-    kind = checkpoint.stored(name).dtype
-    values = _checked(checkpoint, name, kind, shape)
-    if kind == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    if kind in ("F16", "F32", "F64"):
-        return np.ascontiguousarray(values, np.float32)
-    raise CheckpointError(f"{checkpoint.path}: tensor {name}: expected a float, found {kind}")
-
-
-def read_scalar(checkpoint: Checkpoint, name: str) -> float:
-    """A scale of one element. Raises CheckpointError if it is missing, or no positive number."""
-    stored = checkpoint.stored(name)
-    if math.prod(stored.shape) != 1:
-        raise UnsupportedModelError(
-            f"{stored.file}: tensor {name}: expected one element, found shape {list(stored.shape)}"
-        )
-    value = float(read_float32(checkpoint, name, stored.shape).reshape(()))
-    if not 0 < value < math.inf:
-        raise CheckpointError(f"{stored.file}: tensor {name}: expected a positive number, found {value}")
-    return value
-
-
-def _checked(checkpoint: Checkpoint, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    stored = checkpoint.stored(name)
-    if stored.dtype != dtype:
-        raise CheckpointError(f"{stored.file}: tensor {name}: expected {dtype}, found {stored.dtype}")
-    if stored.shape != shape:
+    bias_name = f"{module}.bias"
+    bias = None
+    if bias_name in checkpoint:
+        bias = read_float32(checkpoint, bias_name, (rows,))
+    elif module.rpartition(".")[2] in checkpoint.config.biased:
         raise CheckpointError(
-            f"{stored.file}: tensor {name}: expected shape {list(shape)} by config.json, "
-            f"found {list(stored.shape)}"
+            f"{checkpoint.path}: tensor {bias_name} is missing; {checkpoint.config.architecture} has it "
+            "by its config.json"
         )
-    return checkpoint.tensor(name)
+    kind = stored_format(checkpoint, module)
+    if kind is WeightFormat.NVFP4:
+        return nvfp4.read(checkpoint, module, (rows, cols), bias)
+    if kind is WeightFormat.FP8:
+        return fp8.read(checkpoint, module, (rows, cols), bias)
+    weight = f"{module}.weight"
+    for scale in ("weight_scale", "weight_scale_2", "weight_global_scale"):
+        if f"{module}.{scale}" in checkpoint:
+            stored = checkpoint.stored(weight)
+            raise UnsupportedModelError(
+                f"{stored.file}: tensor {weight}: {stored.dtype} with {scale} is not served"
+            )
+    values = read_bfloat16(checkpoint, weight, (rows, cols))
+    return LinearSource(module, WeightFormat.BF16, (rows, cols), values, bias=bias)
+
+
+def check_declaration(checkpoint: Checkpoint) -> None:
+    """Compare what the configuration declares with the tensors; warn once, by name, where they disagree.
+
+    Raises
+    ------
+    CheckpointError
+        A format is declared that no tensor is stored in: the first that should be is named.
+    """
+    declaration = checkpoint.declaration
+    stored = {module: stored_format(checkpoint, module) for module in _linears(checkpoint)}
+    declared = {module: declaration.format_of(module) for module in stored}
+    for weight_format in sorted(declaration.formats - set(stored.values()), key=lambda f: f.value):
+        module = next((name for name, kind in declared.items() if kind is weight_format), None)
+        if module is not None:
+            raise CheckpointError(
+                f"{declaration.source}: declares {weight_format.value.upper()}, but tensor "
+                f"{text_shown(module)}.weight_scale is missing: no linear is stored in it"
+            )
+    others = [module for module, kind in stored.items() if declared[module] is not kind]
+    if others:
+        said = ", ".join(
+            f"{text_shown(module)} is {stored[module].name}, declared {declared[module].name}"
+            for module in others[:_SHOWN]
+        )
+        more = f", and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        _log.warning("%s disagrees with the tensors, which decide: %s%s", declaration.source, said, more)
+
+
+def _linears(checkpoint: Checkpoint) -> Iterator[str]:
+    """Every module with a matrix of weights. Embeddings are matrices too, but no linears."""
+    for name, tensor in checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if (
+            suffix in ("weight", "weight_packed")
+            and len(tensor.shape) == 2
+            and not module.endswith("embed_tokens")
+        ):
+            yield module

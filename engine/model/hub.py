@@ -1,0 +1,72 @@
+"""From what a user calls a model to a directory: a path, or an id of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.model.files import text_shown
+
+__all__ = ["resolve_model"]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+_UNWANTED = [
+    "*/*",  # other formats of the same weights: original/, onnx/, gguf/
+    "consolidated*",  # Mistral's second copy of the weights, in its own naming
+]
+
+
+def resolve_model(model: str, *, download: Callable[[str], str] | None = None) -> Path:
+    """The directory of `model`: a directory as it is, a Hugging Face id fetched into the hub's cache.
+
+    A progress bar is shown while files are fetched, if standard error is a terminal.
+
+    Parameters
+    ----------
+    download
+        Fetches an id and returns its directory; the hub's own when it is None.
+
+    Raises
+    ------
+    CheckpointError
+        It is neither, or cannot be fetched: unknown, gated, no network, a full disk.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{text_shown(model)}: expected a model directory, found a file")
+    if not _HUB_ID.fullmatch(model) or model.startswith((".", "-")):
+        raise CheckpointError(
+            f"{text_shown(model)}: no such directory, and not a Hugging Face id (OWNER/NAME)"
+        )
+    try:
+        return Path((download or _download)(model))
+    except Exception as error:  # the hub's, its HTTP client's and the file system's: one line for each
+        raise CheckpointError(f"{model}: no such directory, and {_reason(error)}") from error
+
+
+def _download(model: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+
+
+def _reason(error: Exception) -> str:
+    """What to do about it, by the hub's own classes of errors."""
+    from huggingface_hub import errors
+
+    # A gated model is a kind of a missing one, and being offline hides behind a missing cache entry.
+    if isinstance(error, errors.GatedRepoError):
+        return "gated on the Hugging Face hub: accept its terms there and log in (`hf auth login`)"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "not found on the Hugging Face hub (or private: log in with `hf auth login`)"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "not in the hub's cache, and HF_HUB_OFFLINE forbids fetching it"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "not in the hub's cache, and the Hugging Face hub cannot be reached"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"not fetched from the Hugging Face hub: {text_shown(lines[0] if lines else type(error).__name__)}"
