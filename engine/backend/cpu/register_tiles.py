@@ -7,13 +7,21 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from engine.backend.cpu.registers import _FLOATS, _INDEX, _data, _Float32s, _read, _write, intrinsic
+from engine.backend.cpu.register_types import (
+    FLOAT_REGISTER,
+    FLOATS,
+    INDEX,
+    intrinsic,
+    pointer_to,
+    read,
+    write,
+)
 
 __all__ = ["load_tile", "scale_tile", "store_tile"]
 
 
 def _places(builder: Any, pointer: Any, stride: Any, count: int) -> list[Any]:
-    distances = (builder.mul(ir.Constant(_INDEX, t), stride) for t in range(count))
+    distances = (builder.mul(ir.Constant(INDEX, t), stride) for t in range(count))
     return [builder.gep(pointer, [distance]) for distance in distances]
 
 
@@ -23,11 +31,11 @@ def load_tile(typing: Any, array: Any, index: Any, stride: Any, tile: Any) -> An
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, stride, _ = arguments
-        pointer = _data(context, builder, signature.args[0], array, index)
-        registers = [_read(builder, place, _FLOATS) for place in _places(builder, pointer, stride, len(tile))]
+        pointer = pointer_to(context, builder, signature.args[0], array, index)
+        registers = [read(builder, place, FLOATS) for place in _places(builder, pointer, stride, len(tile))]
         return context.make_tuple(builder, signature.return_type, registers)
 
-    registers: Any = types.UniTuple(_Float32s, len(tile))  # type: ignore[no-untyped-call]
+    registers: Any = types.UniTuple(FLOAT_REGISTER, len(tile))  # type: ignore[no-untyped-call]
     return registers(array, types.intp, types.intp, tile), generate
 
 
@@ -37,9 +45,9 @@ def store_tile(typing: Any, array: Any, index: Any, stride: Any, registers: Any)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, stride, values = arguments
-        pointer = _data(context, builder, signature.args[0], array, index)
+        pointer = pointer_to(context, builder, signature.args[0], array, index)
         for t, place in enumerate(_places(builder, pointer, stride, len(registers))):
-            _write(builder, builder.extract_value(values, t), place)
+            write(builder, builder.extract_value(values, t), place)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, registers), generate

@@ -8,15 +8,36 @@ length is known when they are compiled, so that none of it goes through memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba.core.cgutils
-import numba.core.types
-import numba.extending
 from llvmlite import ir
-from numba.core.registry import cpu_target
-from numba.extending import models, register_model
+
+from engine.backend.cpu.register_types import (
+    BYTE,
+    BYTES,
+    FLOAT,
+    FLOAT_REGISTER,
+    FLOATS,
+    INDEX,
+    LANES,
+    LOADED,
+    SHORTS,
+    WIDE,
+    WORD,
+    WORD_REGISTER,
+    WORDS,
+    call,
+    cgutils,
+    constant,
+    fused,
+    has_feature,
+    intrinsic,
+    pointer_to,
+    read,
+    shuffle,
+    types,
+    write,
+)
 
 __all__ = [
     "LANES",
@@ -41,109 +62,29 @@ __all__ = [
     "zeros",
 ]
 
-# numba annotates some of these in part, and an intrinsic as the function that types it.
-intrinsic: Callable[[Callable[..., Any]], Any] = numba.extending.intrinsic
-cgutils: Any = numba.core.cgutils
-types: Any = numba.core.types
-
-LANES = 16
-"""Elements of a register."""
-
-
-class Register(numba.core.types.Type):
-    """16 elements, float32 or uint32."""
-
-    def __init__(self, element: str) -> None:
-        super().__init__(name=f"Register({element})")
-        self.element = element
-
-
-_BYTE, _SHORT, _WORD, _INDEX = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_FLOAT = ir.FloatType()
-_BYTES, _SHORTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_SHORT, LANES)
-_WORDS, _FLOATS = ir.VectorType(_WORD, LANES), ir.VectorType(_FLOAT, LANES)
-
-_Float32s, _Uint32s = Register("float32"), Register("uint32")
-
-_LOADED = {
-    types.float32: (_Float32s, _FLOATS),
-    types.uint32: (_Uint32s, _WORDS),
-    types.uint16: (_Float32s, _SHORTS),
-    types.uint8: (_Float32s, _BYTES),
-}
-"""What a load of an array's elements gives, and the vector that is read for it."""
-
-
-@register_model(Register)
-class _RegisterModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, register: Register) -> None:
-        vector = _FLOATS if register.element == "float32" else _WORDS
-        super().__init__(manager, register, vector)  # type: ignore[no-untyped-call]
-
-
-def _has(context: Any, feature: str) -> bool:
-    """Whether the machine that is compiled for has `feature`."""
-    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
-
-
-WIDE = _has(cpu_target.target_context, "avx512f")
-"""The machine has 32 registers of 16 elements of its own. Elsewhere kernels keep fewer sums at a time."""
-
-
-def _constant(value: float, vector: ir.VectorType = _WORDS) -> ir.Constant:
-    return ir.Constant(vector, [value] * vector.count)
-
-
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    signature = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
-
-
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c``, in one operation where the machine has it."""
-    return _call(builder, "llvm.fmuladd.v16f32", _FLOATS, a, b, c)
-
-
-def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_WORD, len(lanes)), lanes))
-
-
-def _data(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Pointer to an array's element, counted from its first one in memory."""
-    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
-
-
-def _read(builder: Any, pointer: Any, vector: ir.VectorType) -> Any:
-    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
-
-
-def _write(builder: Any, value: Any, pointer: Any) -> None:
-    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=1)
-
-
 # -- elements ----------------------------------------------------------------------------------------------
 
 
 def _decoded(builder: Any, raw: Any) -> Any:
     """uint8 is E4M3 and uint16 is bfloat16: both become float32. The others are what they are."""
-    if raw.type == _SHORTS:
-        return builder.bitcast(builder.shl(builder.zext(raw, _WORDS), _constant(16)), _FLOATS)
-    if raw.type == _BYTES:
-        return _decoded_e4m3(builder, builder.zext(raw, _WORDS))
+    if raw.type == SHORTS:
+        return builder.bitcast(builder.shl(builder.zext(raw, WORDS), constant(16)), FLOATS)
+    if raw.type == BYTES:
+        return _decoded_e4m3(builder, builder.zext(raw, WORDS))
     return raw
 
 
 def _decoded_e4m3(builder: Any, codes: Any) -> Any:
     """As `engine.backend.cpu.floats.decode_e4m3`: exact, with subnormals and NaN."""
-    magnitude = builder.and_(codes, _constant(0x7F))
-    sign = builder.shl(builder.and_(codes, _constant(0x80)), _constant(24))
-    normal = builder.add(builder.shl(magnitude, _constant(20)), _constant(120 << 23))
-    subnormal = builder.fmul(builder.sitofp(magnitude, _FLOATS), _constant(2.0**-9, _FLOATS))
-    is_subnormal = builder.icmp_unsigned("<", magnitude, _constant(8))
-    bits = builder.select(is_subnormal, builder.bitcast(subnormal, _WORDS), normal)
-    is_nan = builder.icmp_unsigned("==", magnitude, _constant(0x7F))
-    bits = builder.select(is_nan, _constant(0x7FC0_0000), bits)
-    return builder.bitcast(builder.or_(bits, sign), _FLOATS)
+    magnitude = builder.and_(codes, constant(0x7F))
+    sign = builder.shl(builder.and_(codes, constant(0x80)), constant(24))
+    normal = builder.add(builder.shl(magnitude, constant(20)), constant(120 << 23))
+    subnormal = builder.fmul(builder.sitofp(magnitude, FLOATS), constant(2.0**-9, FLOATS))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, constant(8))
+    bits = builder.select(is_subnormal, builder.bitcast(subnormal, WORDS), normal)
+    is_nan = builder.icmp_unsigned("==", magnitude, constant(0x7F))
+    bits = builder.select(is_nan, constant(0x7FC0_0000), bits)
+    return builder.bitcast(builder.or_(bits, sign), FLOATS)
 
 
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -155,31 +96,31 @@ def decode_e2m1(typing: Any, codes: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (code,) = arguments
-        if _has(context, "avx512f"):
-            table = ir.Constant(_FLOATS, _E2M1 + [-value for value in _E2M1])
-            return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, code)
-        sign = builder.shl(builder.and_(code, _constant(8)), _constant(28))
-        if _has(context, "avx2"):
+        if has_feature(context, "avx512f"):
+            table = ir.Constant(FLOATS, _E2M1 + [-value for value in _E2M1])
+            return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, table, code)
+        sign = builder.shl(builder.and_(code, constant(8)), constant(28))
+        if has_feature(context, "avx2"):
             magnitude = _looked_up_in_halves(builder, code)
         else:
-            bits = builder.and_(code, _constant(7))
+            bits = builder.and_(code, constant(7))
             # E2M1's exponent and mantissa, moved to float32's place and bias. 0 and 0.5 have no exponent.
-            normal = builder.add(builder.shl(bits, _constant(22)), _constant(126 << 23))
-            zero_or_half = builder.and_(builder.sub(_constant(0), bits), _constant(126 << 23))
-            magnitude = builder.select(builder.icmp_unsigned("<", bits, _constant(2)), zero_or_half, normal)
-        return builder.bitcast(builder.or_(magnitude, sign), _FLOATS)
+            normal = builder.add(builder.shl(bits, constant(22)), constant(126 << 23))
+            zero_or_half = builder.and_(builder.sub(constant(0), bits), constant(126 << 23))
+            magnitude = builder.select(builder.icmp_unsigned("<", bits, constant(2)), zero_or_half, normal)
+        return builder.bitcast(builder.or_(magnitude, sign), FLOATS)
 
-    return _Float32s(codes), generate
+    return FLOAT_REGISTER(codes), generate
 
 
 def _looked_up_in_halves(builder: Any, code: Any) -> Any:
     """E2M1's magnitudes by AVX2's permutation, which looks at three bits of each lane."""
     halves: list[Any] = []
-    floats, table = ir.VectorType(_FLOAT, 8), ir.Constant(ir.VectorType(_FLOAT, 8), _E2M1)
+    floats, table = ir.VectorType(FLOAT, 8), ir.Constant(ir.VectorType(FLOAT, 8), _E2M1)
     for first in (0, 8):
-        half = _shuffle(builder, code, code, list(range(first, first + 8)))
-        halves.append(_call(builder, "llvm.x86.avx2.permps", floats, table, half))
-    return builder.bitcast(_shuffle(builder, halves[0], halves[1], list(range(LANES))), _WORDS)
+        half = shuffle(builder, code, code, list(range(first, first + 8)))
+        halves.append(call(builder, "llvm.x86.avx2.permps", floats, table, half))
+    return builder.bitcast(shuffle(builder, halves[0], halves[1], list(range(LANES))), WORDS)
 
 
 # -- to and from memory ------------------------------------------------------------------------------------
@@ -188,11 +129,11 @@ def _looked_up_in_halves(builder: Any, code: Any) -> Any:
 @intrinsic
 def load(typing: Any, array: Any, index: Any) -> Any:
     """A register of 16 consecutive elements. uint8 is decoded as E4M3, uint16 as bfloat16."""
-    register, vector = _LOADED[array.dtype]
+    register, vector = LOADED[array.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _data(context, builder, signature.args[0], *arguments)
-        return _decoded(builder, _read(builder, pointer, vector))
+        pointer = pointer_to(context, builder, signature.args[0], *arguments)
+        return _decoded(builder, read(builder, pointer, vector))
 
     return register(array, types.intp), generate
 
@@ -200,11 +141,11 @@ def load(typing: Any, array: Any, index: Any) -> Any:
 @intrinsic
 def load_first(typing: Any, array: Any, index: Any, count: Any) -> Any:
     """As `load`, but of the first `count` elements only; the other lanes are zero."""
-    register, vector = _LOADED[array.dtype]
+    register, vector = LOADED[array.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, index, count = arguments
-        pointer = _data(context, builder, signature.args[0], source, index)
+        pointer = pointer_to(context, builder, signature.args[0], source, index)
         return _decoded(builder, _read_first(builder, pointer, vector, count))
 
     return register(array, types.intp, types.intp), generate
@@ -213,7 +154,7 @@ def load_first(typing: Any, array: Any, index: Any, count: Any) -> Any:
 def _read_first(builder: Any, pointer: Any, vector: ir.VectorType, count: Any) -> Any:
     padded = cgutils.alloca_once(builder, vector)
     builder.store(ir.Constant(vector, None), padded)
-    size = ir.Constant(_INDEX, vector.element.width // 8 if vector != _FLOATS else 4)
+    size = ir.Constant(INDEX, vector.element.width // 8 if vector != FLOATS else 4)
     cgutils.raw_memcpy(builder, builder.bitcast(padded, pointer.type), pointer, count, size)
     return builder.load(padded)
 
@@ -226,12 +167,12 @@ def store_tokens(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, stride, sums, scale, bias, count = arguments
-        pointer = _data(context, builder, signature.args[0], array, index)
+        pointer = pointer_to(context, builder, signature.args[0], array, index)
         for t in range(len(signature.args[3])):
-            with builder.if_then(builder.icmp_signed("<", ir.Constant(_INDEX, t), count)):
-                result = _fused(builder, builder.extract_value(sums, t), scale, bias)
-                distance = builder.mul(ir.Constant(_INDEX, t), stride)
-                _write(builder, result, builder.gep(pointer, [distance]))
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(INDEX, t), count)):
+                result = fused(builder, builder.extract_value(sums, t), scale, bias)
+                distance = builder.mul(ir.Constant(INDEX, t), stride)
+                write(builder, result, builder.gep(pointer, [distance]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, sums, scale, bias, types.intp), generate
@@ -242,11 +183,11 @@ def load_quad(typing: Any, array: Any, index: Any) -> Any:
     """Four consecutive float32, four times."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _data(context, builder, signature.args[0], *arguments)
-        quad = _read(builder, pointer, ir.VectorType(_FLOAT, 4))
-        return _shuffle(builder, quad, quad, [0, 1, 2, 3] * 4)
+        pointer = pointer_to(context, builder, signature.args[0], *arguments)
+        quad = read(builder, pointer, ir.VectorType(FLOAT, 4))
+        return shuffle(builder, quad, quad, [0, 1, 2, 3] * 4)
 
-    return _Float32s(array, types.intp), generate
+    return FLOAT_REGISTER(array, types.intp), generate
 
 
 @intrinsic
@@ -254,10 +195,12 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
     """Ask for an element's cache line, which will be read soon. There may be no such element."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.bitcast(_data(context, builder, signature.args[0], *arguments), _BYTE.as_pointer())
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
+        pointer = builder.bitcast(
+            pointer_to(context, builder, signature.args[0], *arguments), BYTE.as_pointer()
+        )
+        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, WORD, WORD, WORD])
         function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], function_type)
-        read, all_caches, data = (ir.Constant(_WORD, choice) for choice in (0, 3, 1))
+        read, all_caches, data = (ir.Constant(WORD, choice) for choice in (0, 3, 1))
         builder.call(function, [pointer, read, all_caches, data])
         return context.get_dummy_value()
 
@@ -270,7 +213,7 @@ def store(typing: Any, array: Any, index: Any, register: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, register = arguments
-        _write(builder, register, _data(context, builder, signature.args[0], array, index))
+        write(builder, register, pointer_to(context, builder, signature.args[0], array, index))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, register), generate
@@ -287,15 +230,15 @@ def store_interleaved(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, at, source, index, stride, count, _ = arguments
-        pointer = _data(context, builder, signature.args[2], source, index)
+        pointer = pointer_to(context, builder, signature.args[2], source, index)
         rows = []
         for t in range(len(tile)):
-            rows.append(_read(builder, pointer, _FLOATS))
-            is_last = builder.icmp_signed(">=", ir.Constant(_INDEX, t + 1), count)
+            rows.append(read(builder, pointer, FLOATS))
+            is_last = builder.icmp_signed(">=", ir.Constant(INDEX, t + 1), count)
             pointer = builder.select(is_last, pointer, builder.gep(pointer, [stride]))
-        pointer = _data(context, builder, signature.args[0], target, at)
+        pointer = pointer_to(context, builder, signature.args[0], target, at)
         for place, register in enumerate(_interleaved(builder, rows)):
-            _write(builder, register, builder.gep(pointer, [ir.Constant(_INDEX, place * LANES)]))
+            write(builder, register, builder.gep(pointer, [ir.Constant(INDEX, place * LANES)]))
         return context.get_dummy_value()
 
     return types.void(target, types.intp, source, types.intp, types.intp, types.intp, tile), generate
@@ -308,7 +251,7 @@ def _interleaved(builder: Any, registers: list[Any]) -> list[Any]:
     pairs = zip(_interleaved(builder, registers[::2]), _interleaved(builder, registers[1::2]), strict=True)
     alternating = [lane for place in range(LANES) for lane in (place, LANES + place)]
     halves = alternating[:LANES], alternating[LANES:]
-    return [_shuffle(builder, even, odd, half) for even, odd in pairs for half in halves]
+    return [shuffle(builder, even, odd, half) for even, odd in pairs for half in halves]
 
 
 @intrinsic
@@ -317,9 +260,9 @@ def store_quads(typing: Any, array: Any, index: Any, stride: Any, register: Any,
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, stride, register, _ = arguments
-        pointer = _data(context, builder, signature.args[0], array, index)
+        pointer = pointer_to(context, builder, signature.args[0], array, index)
         for t in range(len(tile)):
-            _write(builder, _shuffle(builder, register, register, list(range(4 * t, 4 * t + 4))), pointer)
+            write(builder, shuffle(builder, register, register, list(range(4 * t, 4 * t + 4))), pointer)
             pointer = builder.gep(pointer, [stride])
         return context.get_dummy_value()
 
@@ -332,7 +275,7 @@ def store_quads(typing: Any, array: Any, index: Any, stride: Any, register: Any,
 @intrinsic
 def zero(typing: Any) -> Any:
     """A register of zeros."""
-    return _Float32s(), lambda *_: _constant(0.0, _FLOATS)
+    return FLOAT_REGISTER(), lambda *_: constant(0.0, FLOATS)
 
 
 @intrinsic
@@ -340,22 +283,22 @@ def zeros(typing: Any, tile: Any) -> Any:
     """Registers of zeros, as many as the tuple `tile` has elements."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        registers = [_constant(0.0, _FLOATS)] * len(tile)
+        registers = [constant(0.0, FLOATS)] * len(tile)
         return context.make_tuple(builder, signature.return_type, registers)
 
-    return types.UniTuple(_Float32s, len(tile))(tile), generate
+    return types.UniTuple(FLOAT_REGISTER, len(tile))(tile), generate
 
 
 @intrinsic
 def multiply(typing: Any, a: Any, b: Any) -> Any:
     """``a * b``"""
-    return _Float32s(a, b), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+    return FLOAT_REGISTER(a, b), lambda context, builder, signature, arguments: builder.fmul(*arguments)
 
 
 @intrinsic
 def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c``, rounded once where the machine can."""
-    return _Float32s(a, b, c), lambda context, builder, signature, arguments: _fused(builder, *arguments)
+    return FLOAT_REGISTER(a, b, c), lambda context, builder, signature, arguments: fused(builder, *arguments)
 
 
 @intrinsic
@@ -363,9 +306,9 @@ def shift_right(typing: Any, codes: Any) -> Any:
     """The next four bits of each lane, where the lowest were."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.lshr(arguments[0], _constant(4))
+        return builder.lshr(arguments[0], constant(4))
 
-    return _Uint32s(codes), generate
+    return WORD_REGISTER(codes), generate
 
 
 @intrinsic
@@ -374,13 +317,13 @@ def accumulate_broadcast(typing: Any, sums: Any, weight: Any, array: Any, index:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, weight, array, index = arguments
-        pointer = _data(context, builder, signature.args[2], array, index)
+        pointer = pointer_to(context, builder, signature.args[2], array, index)
         results = []
         for t in range(len(signature.args[0])):
-            number = builder.load(builder.gep(pointer, [ir.Constant(_INDEX, t)]))
-            lowest = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.Constant(_WORD, 0))
-            everywhere = _shuffle(builder, lowest, lowest, [0] * LANES)
-            results.append(_fused(builder, weight, everywhere, builder.extract_value(sums, t)))
+            number = builder.load(builder.gep(pointer, [ir.Constant(INDEX, t)]))
+            lowest = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), number, ir.Constant(WORD, 0))
+            everywhere = shuffle(builder, lowest, lowest, [0] * LANES)
+            results.append(fused(builder, weight, everywhere, builder.extract_value(sums, t)))
         return context.make_tuple(builder, signature.return_type, results)
 
     return sums(sums, weight, array, types.intp), generate
@@ -392,11 +335,11 @@ def accumulate_rows(typing: Any, sums: Any, weight: Any, array: Any, index: Any,
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, weight, array, index, stride = arguments
-        pointer = _data(context, builder, signature.args[2], array, index)
+        pointer = pointer_to(context, builder, signature.args[2], array, index)
         results = []
         for t in range(len(signature.args[0])):
-            numbers = _read(builder, pointer, _FLOATS)
-            results.append(_fused(builder, weight, numbers, builder.extract_value(sums, t)))
+            numbers = read(builder, pointer, FLOATS)
+            results.append(fused(builder, weight, numbers, builder.extract_value(sums, t)))
             pointer = builder.gep(pointer, [stride])
         return context.make_tuple(builder, signature.return_type, results)
 
@@ -411,11 +354,11 @@ def accumulate_first(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, weight, array, index, stride, count = arguments
-        pointer = _data(context, builder, signature.args[2], array, index)
+        pointer = pointer_to(context, builder, signature.args[2], array, index)
         results = []
         for t in range(len(signature.args[0])):
-            numbers = _read_first(builder, pointer, _FLOATS, count)
-            results.append(_fused(builder, weight, numbers, builder.extract_value(sums, t)))
+            numbers = _read_first(builder, pointer, FLOATS, count)
+            results.append(fused(builder, weight, numbers, builder.extract_value(sums, t)))
             pointer = builder.gep(pointer, [stride])
         return context.make_tuple(builder, signature.return_type, results)
 
@@ -437,9 +380,9 @@ def sum_lanes(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
             if len(level) % 2:
                 level.append(level[-1])
             level = [
-                builder.fadd(_shuffle(builder, left, right, even), _shuffle(builder, left, right, odd))
+                builder.fadd(shuffle(builder, left, right, even), shuffle(builder, left, right, odd))
                 for left, right in zip(level[::2], level[1::2], strict=True)
             ]
         return level[0]
 
-    return _Float32s(a, b, c, d), generate
+    return FLOAT_REGISTER(a, b, c, d), generate
