@@ -152,7 +152,7 @@ def encode_e2m1(quantized, step, codes):  # type: ignore[no-untyped-def]
 def descend_group(  # type: ignore[no-untyped-def]
     gradient, hessian, group, e4m3, values, scales, delta
 ):
-    """Best codes of one group for its scale and four neighbours of it, others fixed; `delta` [16, N] is the
+    """Best codes of one group for its scale and the two beside it, others fixed; `delta` [16, N] is the
     change.
 
     A change d of the group's values changes the loss by ``dᵀ H d - 2 dᵀ g``, g being H times the present
@@ -182,7 +182,7 @@ def descend_group(  # type: ignore[no-untyped-def]
                 best_q[i, n] = q0[i, n]
         for n in range(lanes):
             best_code[n] = scales[group, r0 + n]
-        for step in range(-2, 3):
+        for step in range(-1, 2):
             for n in range(lanes):
                 code[n] = min(126, max(1, np.int64(scales[group, r0 + n]) + step))  # type: ignore[assignment]
                 scale[n] = e4m3[code[n]]
@@ -193,7 +193,7 @@ def descend_group(  # type: ignore[no-untyped-def]
                 for n in range(_LANES):
                     q[i, n] = q0[i, n]
                     g[i, n] = g0[i, n]
-            for _ in range(2):
+            for sweep in range(2):
                 for i in range(16):
                     curvature = hessian[i, i]
                     inverse_curvature = np.float32(1.0) / curvature
@@ -204,7 +204,8 @@ def descend_group(  # type: ignore[no-untyped-def]
                         loss[n] += change * (change * curvature - np.float32(2.0) * g[i, n])
                         q[i, n] = value
                         d[n] = change
-                    for k in range(16):
+                    # In the last sweep no one reads the gradients of those that had their turn.
+                    for k in range(i + 1 if sweep else 0, 16):
                         h = hessian[k, i]
                         for n in range(_LANES):
                             g[k, n] -= h * d[n]
