@@ -1,6 +1,6 @@
 """Where a step's time goes on the CPU backend, with SmolLM2-135M's shapes and random weights.
 
-Claim: at batch 1 everything but the linear layers and attention takes less than 2 ms a step, Python included;
+Claim: at batch 1 everything but the linear layers and attention takes less than 1 ms a step, Python included;
 attention takes less than a tenth of a 512-token prefill. Prints a table and writes
 benchmarks/results/cpu_ops.json.
 
@@ -127,8 +127,14 @@ class RandomWeights:
     def vector(self, name: str, length: int) -> Tensor:
         return self._backend.from_host(np.ones(length, np.float32), DType.FLOAT32)
 
+    def tied_table(self, module: str, shape: tuple[int, int]) -> Linear:
+        return self.linear(module, [module], [shape[0]], shape[1])
+
     def constant(self, name: str, array: np.ndarray) -> Tensor:
         return self._backend.from_host(array, DType.FLOAT32)
+
+    def finish(self) -> None:
+        """Nothing is left."""
 
 
 class ClockedBackend:
@@ -240,7 +246,7 @@ def main() -> None:
     decode, prefill = results["decode 1 after 512"], results["prefill 512"]
     rest = decode["total"] - decode["linear"] - decode["attention"]
     share = prefill["attention"] / prefill["total"]
-    print(f"all but linear and attention at batch 1: {rest:.2f} ms   target < 2: {verdict(rest < 2)}")
+    print(f"all but linear and attention at batch 1: {rest:.2f} ms   target < 1: {verdict(rest < 1)}")
     print(f"attention's share of a 512-token prefill: {share:.1%}   target < 10%: {verdict(share < 0.1)}")
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(

@@ -23,6 +23,7 @@ from engine.backend.cpu.registers import (
     accumulate_rows,
     load,
     load_first,
+    prefetch,
     store_quads,
     sum_lanes,
     zeros,
@@ -34,6 +35,8 @@ _CHUNK = 64
 _LONG_CHUNK = 512
 _LONG = 8192
 """A token from this position on has long chunks, or there would be too many of them to keep."""
+_LINE = 64
+"""bytes that are brought near together"""
 _QUAD = (0.0,) * 4
 """Four keys and four heads that share them make one register of scores."""
 
@@ -77,6 +80,15 @@ def find_slots(table: np.ndarray, block_size: int, first: int, last: int, slots:
     for j in range(last - first):
         index = (first + j) // block_size
         slots[j] = np.int64(table[index]) * block_size + (first + j) - index * block_size
+
+
+@kernel()
+def ask_for(cache: np.ndarray, slots: np.ndarray, count: int) -> None:
+    """Have `count` slots brought near. Blocks are too short for the hardware to look ahead in them."""
+    elements = cache.shape[2] * cache.shape[3]
+    for j in range(count):
+        for element in range(slots[j] * elements, (slots[j] + 1) * elements, _LINE // cache.itemsize):
+            prefetch(cache, element)
 
 
 @kernel()
@@ -156,6 +168,8 @@ def attend_chunk(
     heads, width = partial.shape
     count = last - first
     find_slots(table, past.keys.shape[1], first, last, slots)
+    ask_for(past.keys, slots, count)
+    ask_for(past.values, slots, count)
     score_keys(queries, past.keys, slots, count, scores)
     for h in range(heads):
         row = scores[h, :count]

@@ -72,23 +72,52 @@ def transpose(rows: np.ndarray, count: int, transposed: np.ndarray) -> None:
 
 
 @kernel()
-def multiply_transposed(
-    a: np.ndarray, b: np.ndarray, depth: int, columns: int, factors: np.ndarray, out: np.ndarray
-) -> None:
-    """``out = out * factors + b[:depth, :columns].T @ a[:depth]``; without `factors`, only the product.
+def visible_keys(row: int, first_row: int, group: int, count: int) -> int:
+    """How many of `count` keys a row sees, windows aside; key j is at row ``first_row + j * group``."""
+    return min(max((row - first_row) // group + 1, 0), count)
 
-    a [at least depth, rows], factors [rows] or empty, out [at least columns, rows], float32; rows and columns
-    are multiples of 16. Each element is a chain of fused multiply-adds in the order of the depth.
+
+@kernel()
+def score_tile(
+    queries: np.ndarray, keys: np.ndarray, count: int, first_row: int, group: int, scores: np.ndarray
+) -> None:
+    """``scores[j] = keys[:, j] @ queries`` for `count` keys, as far as rows see them, and some more.
+
+    queries [D, rows], keys [at least D, KEYS], scores [KEYS, rows], rows a multiple of 16. Each score is a
+    chain of fused multiply-adds in the order of the depth.
     """
-    rows, width = a.shape[1], b.shape[1]
+    depth, rows = queries.shape
     for r in range(0, rows, LANES):
-        for c in range(0, columns, len(_SUMS)):
+        for j in range(0, visible_keys(r + LANES - 1, first_row, group, count), len(_SUMS)):
             sums = zeros(_SUMS)
-            if factors.size > 0:
-                sums = scale_tile(load_tile(out, c * rows + r, rows, _SUMS), load(factors, r))
             for d in range(depth):
-                sums = accumulate_broadcast(sums, load(a, d * rows + r), b, d * width + c)
-            store_tile(out, c * rows + r, rows, sums)
+                sums = accumulate_broadcast(sums, load(queries, d * rows + r), keys, d * KEYS + j)
+            store_tile(scores, j * rows + r, rows, sums)
+
+
+@kernel()
+def sum_tile(
+    weights: np.ndarray,
+    values: np.ndarray,
+    count: int,
+    first_row: int,
+    group: int,
+    factors: np.ndarray,
+    summed: np.ndarray,
+) -> None:
+    """``summed = summed * factors + values.T @ weights`` for `count` keys, as far as rows see them.
+
+    weights [KEYS, rows], values [KEYS, depth], factors [rows], summed [depth, rows]; depth and rows are
+    multiples of 16.
+    """
+    depth, rows = summed.shape
+    for r in range(0, rows, LANES):
+        visible = visible_keys(r + LANES - 1, first_row, group, count)
+        for i in range(0, depth, len(_SUMS)):
+            sums = scale_tile(load_tile(summed, i * rows + r, rows, _SUMS), load(factors, r))
+            for j in range(visible):
+                sums = accumulate_broadcast(sums, load(weights, j * rows + r), values, j * depth + i)
+            store_tile(summed, i * rows + r, rows, sums)
 
 
 @kernel()
@@ -194,11 +223,11 @@ def attend_tile(
         size = min(KEYS, end - first)
         load_positions(past.keys, table, head, first, size, loaded)
         transpose(loaded, size, keys)
-        multiply_transposed(queries, keys, head_dim, whole_registers(size), factors[:0], scores)
         row = first * group - first_query
+        score_tile(queries, keys, size, row, group, scores)
         update_softmax(scores, size, row, group, past.window, count, peaks, totals, factors)
         load_positions(past.values, table, head, first, size, loaded)
-        multiply_transposed(scores, loaded, size, depth, factors, summed)
+        sum_tile(scores, loaded, size, row, group, factors, summed)
     for r in range(count):
         t, h = first_token + (first_row + r) // group, head * group + (first_row + r) % group
         scale = float32(past.value_scale) / totals[r]

@@ -13,6 +13,7 @@ from engine.backend.cpu.attention import SCRATCH_FLOATS, Attention
 from engine.backend.cpu.inputs import HostStepInputs, InputWriter
 from engine.backend.cpu.linear import CpuLinear, load_linear, scratch_size
 from engine.backend.cpu.tensor import HostTensor, array_of
+from engine.backend.cpu.threads import limit_spinning, resolve_threads
 from engine.backend.protocol import (
     AttentionSpec,
     DType,
@@ -24,7 +25,7 @@ from engine.backend.protocol import (
     StepLimits,
     Tensor,
 )
-from engine.errors import ConfigurationError, EngineError
+from engine.errors import EngineError
 from engine.memory.scope import allocation_helper, memory_scope
 
 if TYPE_CHECKING:
@@ -60,12 +61,8 @@ class CpuBackend:
     activation_dtype = DType.FLOAT32
 
     def __init__(self, memory: MemoryResource, *, threads: int | None = None) -> None:
-        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when it is imported
-        if threads is not None and not 1 <= threads <= most:
-            raise ConfigurationError(
-                f"--threads {threads}: expected 1 to {most}, the cores this process may use"
-            )
-        self.threads = threads or most
+        limit_spinning()
+        self.threads = resolve_threads(threads)
         self._memory = memory
         self._loaded: list[CpuLinear] = []
         self._reserved: list[HostTensor] = []
