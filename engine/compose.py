@@ -142,7 +142,11 @@ def _build(
     block_bytes = bytes_per_block(unscaled, limits.block_size)
     limits = fit_length(config, limits, block_bytes)
 
-    upstream, gauge = adopt(memory if memory is not None else device.open_memory(), device.capacity)
+    if memory is None:
+        memory = device.open_memory()
+        if (close := getattr(memory, "close", None)) is not None:
+            parts.callback(close)
+    upstream, gauge = adopt(memory, device.capacity)
     if not device.can_use(upstream):
         raise ConfigurationError(
             f"--device {device.name}: it cannot use the memory of {type(upstream).__name__}"

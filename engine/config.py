@@ -11,11 +11,20 @@ import msgspec
 from engine.backend.protocol import StepLimits
 from engine.errors import ConfigurationError
 
-__all__ = ["DeviceName", "EngineConfig", "EngineLimits", "KVCacheDType", "SchedulingPolicy", "flag_name"]
+__all__ = [
+    "CudaAllocator",
+    "DeviceName",
+    "EngineConfig",
+    "EngineLimits",
+    "KVCacheDType",
+    "SchedulingPolicy",
+    "flag_name",
+]
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "bfloat16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+CudaAllocator = Literal["malloc", "pool"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """part of the device that weights, workspace and KV cache may fill, if `kv_cache_memory` is not given"""
     device_memory: int | None = None
     """capacity of the CPU device in bytes; None: what the host has"""
+    cuda_allocator: CudaAllocator = "malloc"
+    """where a GPU's memory comes from: cudaMalloc, or a stream-ordered pool of the engine's own"""
     max_num_seqs: int | None = None
     """sequences that run at once; None: 32 on the CPU, 64 on CUDA"""
     max_model_len: int | None = None
@@ -169,6 +180,7 @@ _DEFAULT_TOKENS: Mapping[str, int] = {"cpu": 512, "cuda": 2048}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": get_args(DeviceName),
     "kv_cache_dtype": get_args(KVCacheDType),
+    "cuda_allocator": get_args(CudaAllocator),
     "scheduling_policy": get_args(SchedulingPolicy),
 }
 _RANGES: Mapping[str, tuple[int, int]] = {

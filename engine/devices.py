@@ -70,24 +70,23 @@ class GpuDevice:
 
     name = "cuda"
 
-    def __init__(self, environ: Mapping[str, str], index: int = 0) -> None:
+    def __init__(self, config: EngineConfig, environ: Mapping[str, str], index: int = 0) -> None:
         # Nothing of CUDA is imported where the CPU is asked for.
-        from engine.backend.cuda.device import open_device
+        from engine.backend.cuda.requirements import check_device
 
-        open_device(index)
-        from engine.memory.cuda.device import CudaDeviceAccount, NvmlUsage
-        from engine.memory.cuda.runtime import BoundCudaRuntime
-
+        self.capacity = check_device(index)
         self._index = index
+        self._allocator = config.cuda_allocator
         self._cache = _cache_directory(environ) / "kernels"
-        self._runtime = BoundCudaRuntime(index)
-        self._account = CudaDeviceAccount(self._runtime, NvmlUsage(index))
-        self.capacity = self._account.total
 
     def open_memory(self) -> MemoryResource:
-        from engine.memory.cuda.resources import CudaMallocMemoryResource
+        from engine.memory.cuda.opening import open_cuda_memory
+        from engine.memory.cuda.runtime import CudaCallError
 
-        return CudaMallocMemoryResource(self._account, self._runtime, self._index)
+        try:
+            return open_cuda_memory(self._allocator, self._index)
+        except CudaCallError as error:
+            raise ConfigurationError(f"--device cuda: the GPU cannot be used: {error}") from error
 
     def can_use(self, memory: MemoryResource) -> bool:
         return bool(memory.is_device_accessible)
@@ -95,8 +94,7 @@ class GpuDevice:
     def open_backend(self, memory: MemoryResource) -> Backend:
         from engine.backend.cuda.backend import CudaBackend
 
-        with self._account.library_step():
-            return CudaBackend(memory, device=self._index, cache_dir=self._cache)
+        return CudaBackend(memory, device=self._index, cache_dir=self._cache)
 
 
 def choose_device(config: EngineConfig, environ: Mapping[str, str]) -> Device:
@@ -110,7 +108,7 @@ def choose_device(config: EngineConfig, environ: Mapping[str, str]) -> Device:
     if config.device == "cpu":
         return CpuDevice(config)
     try:
-        return GpuDevice(environ)
+        return GpuDevice(config, environ)
     except (ConfigurationError, ImportError) as error:
         if config.device == "cuda":
             raise ConfigurationError(str(error)) from error

@@ -12,6 +12,8 @@
     │   └── UnsupportedModelError   sound, but of an architecture or quantisation that is not served
     ├── RequestError                a request cannot be served as asked; only that request fails
     └── EngineError
+        ├── DeviceError             a call of the device's failed: a launch, a copy, a compilation
+        │   └── DeviceLostError     so did the context; only a new process goes on
         └── EngineDeadError         the engine stopped; nothing more can be asked of it
 
 Every message is one line that names the file, field or flag and what was expected.
@@ -24,6 +26,8 @@ from engine.memory.errors import ConfigurationError, VtserveError
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
+    "DeviceError",
+    "DeviceLostError",
     "EngineDeadError",
     "EngineError",
     "RequestError",
@@ -56,6 +60,28 @@ class RequestError(VtserveError):
 
 class EngineError(VtserveError):
     """The engine could not do what was asked."""
+
+
+class DeviceError(EngineError):
+    """The device could not do what was asked: a launch, a copy, a wait. Not a request for memory.
+
+    Attributes
+    ----------
+    code : int
+        The driver's error number.
+    """
+
+    def __init__(self, message: str, *, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeviceLostError(DeviceError):
+    """The CUDA context is lost: an earlier kernel's error comes out of whatever is called next.
+
+    What `StickyDeviceError` is to a request for memory. No further CUDA call is made; only a new process goes
+    on.
+    """
 
 
 class EngineDeadError(EngineError):

@@ -207,6 +207,13 @@ engine_flags = flag_group(
             help="Capacity of the CPU device.",
         ),
         Flag(
+            ["--cuda-allocator"],
+            group=MEMORY,
+            type=click.Choice(["malloc", "pool"]),
+            default="malloc",
+            help="A GPU's memory: cudaMalloc, or a pool of its own.",
+        ),
+        Flag(
             ["--max-num-seqs"],
             group=ENGINE,
             type=click.IntRange(min=1),

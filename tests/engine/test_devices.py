@@ -16,7 +16,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: int) -> NoReturn:
         raise ConfigurationError("--device cuda: no NVIDIA driver was found")
 
-    monkeypatch.setattr("engine.backend.cuda.device.open_device", refuse)
+    monkeypatch.setattr("engine.backend.cuda.requirements.check_device", refuse)
 
 
 def test_the_cpu_has_the_memory_it_is_given_or_the_hosts() -> None:

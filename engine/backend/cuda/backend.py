@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from engine.backend.protocol import (
     WeightFormat,
 )
 from engine.errors import ConfigurationError
+from engine.memory.cuda.resources import account_of
 from engine.memory.scope import allocation_helper, memory_scope
 
 if TYPE_CHECKING:
@@ -62,7 +64,9 @@ class CudaBackend:
     Parameters
     ----------
     memory
-        Gives every device byte: weights, caches, workspace, scratch. Nothing is allocated during a step.
+        Gives every device byte: weights, caches, workspace, scratch. Nothing is allocated during a step. If
+        it is a CUDA resource of the memory house, or an adaptor over one, that one's account counts what
+        kernels and stream take, and both know of a lost context.
     device
         Index of the GPU.
     cache_dir
@@ -88,7 +92,9 @@ class CudaBackend:
         cache_dir: Path | None = None,
         host_memory: MemoryResource | None = None,
     ) -> None:
-        self.device = CudaDevice(device, cache_dir)
+        account = account_of(memory)
+        with nullcontext() if account is None else account.library_step():
+            self.device = CudaDevice(device, cache_dir, account)
         self._memory = memory
         if host_memory is None:
             from cuda.core import LegacyPinnedMemoryResource
@@ -167,6 +173,7 @@ class CudaBackend:
                 f"{attention_module.BLOCK_SIZE_MULTIPLE}"
             )
         self._staging.close()
+        self.device.load_kernels()
         scratch = self._linear.scratch(limits.max_tokens)
         partials = self._reserve("workspace/linear.partials", scratch.partials)
         arrived = self._reserve("workspace/linear.arrived", scratch.arrived)
@@ -304,4 +311,4 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         """Wait for the device. Raises the device's error, if it has one."""
-        self.device.stream.sync()
+        self.device.synchronize()

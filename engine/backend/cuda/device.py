@@ -2,72 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.backend.cuda.compiler import KernelCompiler, architecture
-from engine.errors import ConfigurationError, EngineError
+from engine.backend.cuda.requirements import open_device
+from engine.errors import DeviceError, DeviceLostError
+from engine.memory.cuda.device import CudaDeviceAccount, DeviceHealth
+from engine.memory.cuda.runtime import CudaCallError
 from engine.memory.scope import allocation_helper
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cuda.core import Buffer, Device, Kernel, LaunchConfig, MemoryResource, ObjectCode, Stream
+    from cuda.core import Buffer, Event, Kernel, LaunchConfig, MemoryResource, ObjectCode, Stream
 
-MINIMUM_DRIVER = (13, 0)
-"""the CUDA version a driver must know: cuda.core and the compiler are of that generation"""
 _STATIC_SHARED_BYTES = 48 << 10
 """shared memory that a block gets without asking for more"""
 
 
-def open_device(index: int) -> Device:
-    """The device, made current.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is no driver, it is too old, or there is no such GPU.
-    """
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise ConfigurationError(
-            "--device cuda: cuda-bindings is needed; pip install 'vtserve[cuda]'"
-        ) from error
-    from cuda.core import Device
-
-    try:
-        status, version = driver.cuDriverGetVersion()
-        (initialized,) = driver.cuInit(0)
-    except RuntimeError as error:  # the driver library is absent
-        raise ConfigurationError(f"--device cuda: no NVIDIA driver was found ({error})") from error
-    found = (version // 1000, version % 1000 // 10) if int(status) == 0 else (0, 0)
-    if found < MINIMUM_DRIVER:
-        knows, needed = (".".join(map(str, pair)) for pair in (found, MINIMUM_DRIVER))
-        raise ConfigurationError(f"--device cuda: the driver knows CUDA {knows}, {needed} or newer is needed")
-    if int(initialized) != 0:
-        raise ConfigurationError(f"--device cuda: the driver finds no usable GPU ({initialized.name})")
-    _, count = driver.cuDeviceGetCount()
-    if index >= count:
-        raise ConfigurationError(f"--device cuda: GPU {index} was asked for, the driver finds {count}")
-    device = Device(index)
-    device.set_current()
-    return device
-
-
 class CudaDevice:
-    """The current device, the engine's one stream on it, and its loaded kernels."""
+    """The current device, the engine's one stream on it, and its loaded kernels.
 
-    def __init__(self, index: int, cache_dir: Path | None) -> None:
+    A call of CUDA's that fails ends in `DeviceError`; in `DeviceLostError` if the context is lost with it.
+    From then on every method raises that, and CUDA is asked nothing more.
+
+    Parameters
+    ----------
+    account
+        Is told of the device's loss, and counts what kernels take of its memory. None where nobody counts.
+    """
+
+    def __init__(self, index: int, cache_dir: Path | None, account: CudaDeviceAccount | None = None) -> None:
         self.device = open_device(index)
         capability = self.device.compute_capability
         properties = self.device.properties
         self.index = index
+        self.account = account
+        self.health = DeviceHealth() if account is None else account.health
         self.compiler = KernelCompiler(architecture((capability.major, capability.minor)), cache_dir)
         self.multiprocessors: int = properties.multiprocessor_count
         self.shared_bytes: int = properties.max_shared_memory_per_block_optin
         self.stream: Stream = self.device.create_stream()
         self._overlaps = capability.major >= 9
         self._modules: dict[str, ObjectCode] = {}
+        self._loaded: set[str] = set()
+        """modules whose code is on the device"""
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._configs: dict[tuple[Any, ...], LaunchConfig] = {}
 
@@ -85,14 +65,55 @@ class CudaDevice:
         """A kernel of a loaded module that may ask for up to `shared_bytes` of dynamic shared memory."""
         kernel = self._kernels.get((module, name))
         if kernel is None:
-            kernel = self._modules[module].get_kernel(name)
-            if shared_bytes > _STATIC_SHARED_BYTES:
-                from cuda.bindings import driver
-
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, self.index)
-                _check(status, f"asking for {shared_bytes} bytes of shared memory for {name}")
+            if module in self._loaded:
+                kernel = self._load_kernel(module, name, shared_bytes)
+            else:
+                with self._library_step():
+                    kernel = self._load_kernel(module, name, shared_bytes)
             self._kernels[module, name] = kernel
+        return kernel
+
+    def load_kernels(self) -> None:
+        """Bring all code of all modules to the device.
+
+        The driver would do so when a kernel is first launched: in a step, where nothing may be allocated.
+        """
+        with self._library_step():
+            for name, module in self._modules.items():
+                if name not in self._loaded:
+                    self._load_module(name, module)
+                    self._loaded.add(name)
+
+    def _load_module(self, name: str, module: ObjectCode) -> None:
+        from cuda.bindings import driver
+
+        self._check_alive()
+        library = driver.CUlibrary(int(module.handle))
+        status, count = driver.cuLibraryGetKernelCount(library)
+        self._check(status, f"loading {name}")
+        status, kernels = driver.cuLibraryEnumerateKernels(count, library)
+        self._check(status, f"loading {name}")
+        for kernel in kernels:
+            status, function = driver.cuKernelGetFunction(kernel)
+            self._check(status, f"loading {name}")
+            (status,) = driver.cuFuncLoad(function)
+            self._check(status, f"loading {name}")
+
+    def _library_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.account is None else self.account.library_step()
+
+    def _load_kernel(self, module: str, name: str, shared_bytes: int) -> Kernel:
+        from cuda.bindings import driver
+
+        self._check_alive()
+        try:
+            kernel = self._modules[module].get_kernel(name)
+        except Exception as error:
+            self._failed(f"loading {name}", error)
+        if shared_bytes > _STATIC_SHARED_BYTES:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, self.index)
+            self._check(status, f"asking for {shared_bytes} bytes of shared memory for {name}")
         return kernel
 
     def launch(
@@ -124,38 +145,107 @@ class CudaDevice:
                 programmatic_stream_serialization=overlap and self._overlaps,
             )
             self._configs[key] = config
-        launch(self.stream, config, kernel, *arguments)
+        self._check_alive()
+        try:
+            launch(self.stream, config, kernel, *arguments)
+        except Exception as error:
+            self._failed("a kernel launch", error)
 
     def copy_to_device(self, address: int, host: int, size: int) -> None:
         """Queue a copy from host memory, which must stay as it is until the copy is done."""
         from cuda.bindings import driver
 
+        self._check_alive()
         (status,) = driver.cuMemcpyHtoDAsync(address, host, size, self.stream.handle)
-        _check(status, "copy to the device")
+        self._check(status, "copy to the device")
 
     def copy_to_host(self, host: int, address: int, size: int) -> None:
         """Queue a copy to host memory."""
         from cuda.bindings import driver
 
+        self._check_alive()
         (status,) = driver.cuMemcpyDtoHAsync(host, address, size, self.stream.handle)
-        _check(status, "copy to the host")
+        self._check(status, "copy to the host")
 
     def clear(self, address: int, size: int) -> None:
         """Queue zeroing of device memory."""
         from cuda.bindings import driver
 
+        self._check_alive()
         (status,) = driver.cuMemsetD8Async(address, 0, size, self.stream.handle)
-        _check(status, "clearing device memory")
+        self._check(status, "clearing device memory")
+
+    def synchronize(self) -> None:
+        """Wait until everything queued is done. Errors of kernels come out here."""
+        from cuda.bindings import driver
+
+        self._check_alive()
+        (status,) = driver.cuStreamSynchronize(self.stream.handle)
+        self._check(status, "waiting for the device")
+
+    def record(self, event: Event | None = None) -> Event:
+        """An event (`event` again, if given) that is reached when everything queued so far is done."""
+        self._check_alive()
+        try:
+            return self.stream.record(event)
+        except Exception as error:
+            self._failed("recording an event", error)
+
+    def wait(self, event: Event) -> None:
+        """Until `event` is reached."""
+        self._check_alive()
+        try:
+            event.sync()
+        except Exception as error:
+            self._failed("waiting for the device", error)
 
     def close(self) -> None:
         """Forget kernels and stream. Idempotent."""
         self._kernels.clear()
         self._modules.clear()
+        self._loaded.clear()
         self._configs.clear()
-        if not self.stream.is_closed:
+        if not self.stream.is_closed and self.health.lost is None:
             self.stream.close()
 
+    # -- errors --------------------------------------------------------------------------------------------
 
-def _check(status: Any, what: str) -> None:
-    if int(status) != 0:
-        raise EngineError(f"CUDA: {what} failed ({status.name})")
+    @property
+    def is_lost(self) -> bool:
+        """Whether the context is lost."""
+        return self.health.lost is not None
+
+    def _check_alive(self) -> None:
+        lost = self.health.lost
+        if lost is not None:
+            raise DeviceLostError(
+                f"the CUDA context is lost ({lost.call}: {lost.text}); a new process is needed",
+                code=lost.code,
+            )
+
+    def _check(self, status: Any, what: str) -> None:
+        if int(status) != 0:
+            self._raise(what, int(status), str(status.name))
+
+    def _failed(self, what: str, error: Exception) -> NoReturn:
+        """Turn an exception of cuda.core into ours.
+
+        Its type is private; its text begins with the error's name.
+        """
+        from cuda.bindings import driver
+
+        name = str(error).partition(":")[0].strip()
+        status = getattr(driver.CUresult, name, None) if name.startswith("CUDA_ERROR_") else None
+        if status is None:
+            raise error
+        self._raise(what, int(status), name)
+
+    def _raise(self, what: str, code: int, name: str) -> NoReturn:
+        # The driver's numbers are the runtime's for every error after which the context is lost.
+        self.health.note(CudaCallError(what, code, name))
+        if self.is_lost:
+            raise DeviceLostError(
+                f"CUDA: {what} failed ({name}): an earlier kernel's error, after which the context is lost",
+                code=code,
+            )
+        raise DeviceError(f"CUDA: {what} failed ({name})", code=code)

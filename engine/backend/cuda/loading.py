@@ -103,7 +103,7 @@ class WeightUploader:
             self._staging.upload(address + scale_at, np.concatenate([_row_scales(part) for part in parts]))
         if bias_at is not None:
             self._staging.upload(address + bias_at, np.concatenate([_bias(part) for part in parts]))
-        self._device.stream.sync()
+        self._device.synchronize()
 
     @allocation_helper
     def _repack(self, address: int, parts: list[LinearSource]) -> None:
@@ -118,7 +118,7 @@ class WeightUploader:
                 for begin, end in row_chunks(part, row):
                     self._repack_rows(address, int(scratch.handle), part, begin, end, row + begin, row_blocks)
                 row += part.shape[0]
-            self._device.stream.sync()
+            self._device.synchronize()
         finally:
             scratch.close()
 

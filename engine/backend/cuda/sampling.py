@@ -96,7 +96,7 @@ class SamplingOperation:
             self._io.address + results,
         )
         self._device.copy_to_host(self._pinned.address + results, self._io.address + results, count * 4)
-        self._device.stream.sync()
+        self._device.synchronize()
         return self._pinned.array[results : results + count * 4].view(np.int32).copy()
 
     def _rows_on_host(self, logits: Tensor, indices: list[int]) -> np.ndarray:
@@ -107,7 +107,7 @@ class SamplingOperation:
             self._device.copy_to_host(
                 row.ctypes.data, address_of(logits) + index * vocabulary * 4, vocabulary * 4
             )
-        self._device.stream.sync()
+        self._device.synchronize()
         return result
 
 

@@ -37,14 +37,15 @@ class PinnedBuffer:
     def wait(self) -> None:
         """Until all copies that were queued before the last `mark` are done."""
         if self._event is not None:
-            self._event.sync()
+            self._device.wait(self._event)
 
     def mark(self) -> None:
         """The device may use the buffer until everything queued so far is done."""
-        self._event = self._device.stream.record(self._event)
+        self._event = self._device.record(self._event)
 
     def close(self) -> None:
-        self.wait()
+        if not self._device.is_lost:
+            self.wait()
         self.array = self.array[:0]
         self._buffer.close()
 

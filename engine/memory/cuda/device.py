@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from engine.memory.cuda.runtime import CudaRuntime
+from engine.memory.cuda.runtime import CudaCallError, CudaRuntime, is_sticky
 
-__all__ = ["CudaDeviceAccount", "DriverUsage", "NvmlUsage"]
+__all__ = ["CudaDeviceAccount", "DeviceHealth", "DriverUsage", "NvmlUsage"]
 
 
 class DriverUsage(Protocol):
@@ -54,13 +54,27 @@ class NvmlUsage:
         return sum(size for pid, size in sizes.items() if pid != os.getpid())
 
 
+class DeviceHealth:
+    """Whether the context is lost. All who use one device share it: who finds out tells the others."""
+
+    def __init__(self) -> None:
+        self.lost: CudaCallError | None = None
+        """the first error after which no CUDA call can succeed"""
+
+    def note(self, error: CudaCallError) -> None:
+        """Remember `error` if the context is lost with it."""
+        if self.lost is None and is_sticky(error.code):
+            self.lost = error
+
+
 class CudaDeviceAccount:
     """Bytes of one device that no memory resource handed out, measured as they appear.
 
     Parameters
     ----------
     runtime
-        The device's runtime. Building the account creates the context.
+        The device's runtime. Building the account creates the context: whatever else would create it must
+        come later, or its bytes count as a neighbour's.
     usage
         The driver's own view. Without it the context cannot be told from the neighbours and counts as theirs.
     """
@@ -68,6 +82,7 @@ class CudaDeviceAccount:
     def __init__(self, runtime: CudaRuntime, usage: DriverUsage) -> None:
         self._runtime = runtime
         self._usage = usage
+        self.health = DeviceHealth()
         before = usage.used()
         free, self.total = runtime.memory_info()
         after = usage.used()
@@ -76,12 +91,17 @@ class CudaDeviceAccount:
         self.context = min(max(context, 0), held)
         self._neighbours_at_start = held - self.context
         self.library = 0
+        self._in_step = False
         self.taken = 0
         """bytes that the house's resources hold of the device, rounding and pool slack included"""
 
     def free(self) -> int:
         """The driver's free bytes (cudaMemGetInfo). Raises `CudaCallError`."""
-        return self._runtime.memory_info()[0]
+        try:
+            return self._runtime.memory_info()[0]
+        except CudaCallError as error:
+            self.health.note(error)
+            raise
 
     def other_processes(self) -> int:
         """Bytes that other processes hold: told by the driver, or as they were when the context was made."""
@@ -92,9 +112,16 @@ class CudaDeviceAccount:
     def library_step(self) -> Iterator[None]:
         """Count what appears on the device inside as the libraries': modules, handles, lazy loading.
 
-        What the house's resources take inside is not counted.
+        What the house's resources take inside is not counted. Steps nest: the outermost counts.
         """
+        if self._in_step:
+            yield
+            return
+        self._in_step = True
         free, taken = self.free(), self.taken
-        yield
-        self._runtime.synchronize()
-        self.library += (free - self.free()) - (self.taken - taken)
+        try:
+            yield
+            self._runtime.synchronize()
+            self.library += (free - self.free()) - (self.taken - taken)
+        finally:
+            self._in_step = False

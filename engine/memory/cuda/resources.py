@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from engine.memory.adaptors import gauge_of
 from engine.memory.base import Overheads, PointerResource
 from engine.memory.cuda.device import CudaDeviceAccount
 from engine.memory.cuda.runtime import OUT_OF_MEMORY, CudaCallError, CudaRuntime, is_sticky
@@ -19,9 +21,9 @@ from engine.memory.errors import (
 from engine.memory.failures import failed_request
 
 if TYPE_CHECKING:
-    from cuda.core import Stream
+    from cuda.core import MemoryResource, Stream
 
-__all__ = ["CudaMallocMemoryResource", "CudaPoolMemoryResource"]
+__all__ = ["CudaMallocMemoryResource", "CudaPoolMemoryResource", "account_of"]
 
 DRIVER_STEP = 2 << 20
 """cudaMalloc takes memory from the device in steps of 2 MiB; smaller requests share a step."""
@@ -44,8 +46,13 @@ class _CudaMemoryResource(PointerResource):
         self._lock = threading.RLock()
         self._sizes: dict[int, int] = {}
         self._live = 0
-        self._lost: CudaCallError | None = None
+        self._health = account.health
         self._retries = threading.local()
+
+    @property
+    def account(self) -> CudaDeviceAccount:
+        """The device's, which all resources on it share."""
+        return self._account
 
     @property
     def device_id(self) -> int:
@@ -102,12 +109,12 @@ class _CudaMemoryResource(PointerResource):
             del self._sizes[ptr]
             self._live -= size
             self._account_for(ptr, max(size, 1), -1)
-        if self._lost is not None:
+        if self._health.lost is not None:
             return  # the context took the block with it
         try:
             self._give_back(ptr, _stream_handle(stream))
         except CudaCallError as error:
-            self._note(error)
+            self._health.note(error)
 
     # -- failures ------------------------------------------------------------------------------------------
 
@@ -122,14 +129,14 @@ class _CudaMemoryResource(PointerResource):
 
     def _failure(self, size: int, error: CudaCallError) -> AllocationError:
         """Classify by code: a call that allocates may report an earlier kernel's error."""
-        self._note(error)
+        self._health.note(error)
         facts: dict[str, Any] = {
             "api": self.api,
             "error": error.text,
             "error_code": error.code,
             "live": self._live,
         }
-        if self._lost is not None:
+        if self._health.lost is not None:
             return StickyDeviceError(failed_request(size, why=Why.EARLIER_ERROR, **facts))
         self._runtime.clear_last_error()
         if error.code != OUT_OF_MEMORY:
@@ -145,19 +152,16 @@ class _CudaMemoryResource(PointerResource):
         others = self._account.other_processes()
         return Why.NEIGHBOUR if others > 0 and size <= free + others else Why.FULL
 
-    def _note(self, error: CudaCallError) -> None:
-        if is_sticky(error.code):
-            self._lost = error
-
     def _refuse_if_lost(self, size: int) -> None:
-        if self._lost is not None:
+        lost = self._health.lost
+        if lost is not None:
             raise StickyDeviceError(
                 failed_request(
                     size,
                     api=self.api,
                     why=Why.EARLIER_ERROR,
-                    error=f"the context is lost ({self._lost.text}); nothing was asked of CUDA",
-                    error_code=self._lost.code,
+                    error=f"the context is lost ({lost.text}); nothing was asked of CUDA",
+                    error_code=lost.code,
                     live=self._live,
                 )
             )
@@ -171,8 +175,8 @@ class _CudaMemoryResource(PointerResource):
 
     def read_free(self) -> int:
         """The driver's free bytes. Raises `CudaCallError`; after a lost context that error, unasked."""
-        if self._lost is not None:
-            raise self._lost
+        if self._health.lost is not None:
+            raise self._health.lost
         return self._account.free()
 
     def read_pool(self) -> tuple[int, int] | None:
@@ -279,7 +283,7 @@ class CudaPoolMemoryResource(_CudaMemoryResource):
     def close(self) -> None:
         """Destroy the pool. Its blocks must have been given back."""
         pool, self._pool = self._pool, None
-        if pool is not None and self._lost is None:
+        if pool is not None and self._health.lost is None:
             self._runtime.synchronize()
             self._runtime.pool_destroy(pool)
             self._account.taken -= self._bytes[1]
@@ -316,12 +320,18 @@ class CudaPoolMemoryResource(_CudaMemoryResource):
 
     def _account_for(self, ptr: int, size: int, sign: int) -> None:
         before = self._bytes[1]
-        self._account.taken += self.read_pool()[1] - before
+        # An earlier kernel's error may come out here. The block is there; the next request fails.
+        with suppress(CudaCallError):
+            self._account.taken += self.read_pool()[1] - before
 
     def read_pool(self) -> tuple[int, int]:
         """(used, reserved) bytes; as last read once the context is lost. Raises `CudaCallError`."""
-        if self._lost is None and self._pool is not None:
-            self._bytes = self._runtime.pool_bytes(self._pool)
+        if self._health.lost is None and self._pool is not None:
+            try:
+                self._bytes = self._runtime.pool_bytes(self._pool)
+            except CudaCallError as error:
+                self._health.note(error)
+                raise
         return self._bytes
 
     def _slack(self) -> int:
@@ -330,6 +340,12 @@ class CudaPoolMemoryResource(_CudaMemoryResource):
 
     def _rounding(self) -> int:
         return self.read_pool()[0] - self._live
+
+
+def account_of(memory: MemoryResource) -> CudaDeviceAccount | None:
+    """The account of the device at the bottom of a stack of adaptors; None if no CUDA resource is there."""
+    gauge = gauge_of(memory)
+    return gauge.account if isinstance(gauge, _CudaMemoryResource) else None
 
 
 def _stream_handle(stream: Any) -> int:

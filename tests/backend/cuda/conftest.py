@@ -29,7 +29,7 @@ def _widest() -> list[LinearSource]:
 @pytest.fixture(scope="session")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A `CudaBackend` that is ready for steps up to `LIMITS`."""
-    from engine.backend.cuda.device import open_device
+    from engine.backend.cuda.requirements import open_device
 
     try:
         open_device(0)

@@ -73,6 +73,17 @@ class HostDevice:
     def copy_to_host(self, host: int, address: int, size: int) -> None:
         self.stream.put(lambda: np.copyto(memory_at(host, size), memory_at(address, size)))
 
+    is_lost = False
+
+    def synchronize(self) -> None:
+        self.stream.sync()
+
+    def record(self, event: HostEvent | None = None) -> HostEvent:
+        return self.stream.record(event)
+
+    def wait(self, event: HostEvent) -> None:
+        event.sync()
+
     def clear(self, address: int, size: int) -> None:
         self.stream.put(lambda: memory_at(address, size).fill(0))
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backend.cuda.device import open_device
+from engine.backend.cuda.requirements import open_device
 from engine.errors import ConfigurationError
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed: vtserve[cuda]")
