@@ -1,9 +1,10 @@
-"""Runs a model on the CPU backend without the engine: steps that mix prompts and single tokens."""
+"""Runs a model on a backend without the engine: steps that mix prompts and single tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,14 +29,22 @@ NUM_BLOCKS = 64
 
 
 class Driver:
-    """A checkpoint on the CPU backend with a KV cache of `kv_dtype`.
+    """A checkpoint with a KV cache of `kv_dtype`, on the CPU backend if no other is given.
 
     The cache begins as NaN in every slot, so that one that is read before it is written shows in the logits.
     """
 
-    def __init__(self, directory: Path, kv_dtype: DType, *, threads: int | None = None) -> None:
-        self.memory = HostMemoryResource(1 << 28)
-        self.backend = CpuBackend(self.memory, threads=threads)
+    def __init__(
+        self,
+        directory: Path,
+        kv_dtype: DType,
+        *,
+        threads: int | None = None,
+        memory: Any = None,
+        backend: Any = None,
+    ) -> None:
+        self.memory = HostMemoryResource(1 << 28) if memory is None else memory
+        self.backend = CpuBackend(self.memory, threads=threads) if backend is None else backend
         checkpoint = Checkpoint.open(directory)
         self.config = checkpoint.config
         loader = WeightLoader(checkpoint, self.config, self.backend)
@@ -84,6 +93,10 @@ class Driver:
         )
         return key, value
 
+    def poison(self, tensor: Any) -> None:
+        """Make all of `tensor` NaN: ones in every bit are, in every format of the cache."""
+        tensor.array.view(np.uint8).fill(0xFF)
+
     def close(self) -> int:
         """Give everything back. Returns the bytes that are still live."""
         self.backend.close()
@@ -94,8 +107,7 @@ class Driver:
     def _reset(self, sequences: Sequence[Sequence[int]]) -> None:
         for layer in self.kv:
             for tensor in (layer.key, layer.value):
-                nan = {DType.FLOAT32: np.nan, DType.BFLOAT16: 0x7FC0, DType.FLOAT8_E4M3: 0x7F}[tensor.dtype]
-                tensor.array.fill(nan)
+                self.poison(tensor)
         order = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
         self.block_tables = np.full((len(sequences), LIMITS.max_blocks_per_seq), -1, np.int32)
         for s, tokens in enumerate(sequences):

@@ -19,6 +19,8 @@ import numpy as np
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 Rounding = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """What a cache does to one layer's keys and values: the layer's number, [n, kv_heads, D] each"""
+Activation = Callable[[np.ndarray], np.ndarray]
+"""What a backend makes of activations that it keeps in few bits"""
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8, "F32": np.float32}
 
 
@@ -28,6 +30,11 @@ class KVScales:
 
     key: float
     value: float
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """`x` rounded to bfloat16 by way of float32, as float64."""
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def to_e4m3(x: np.ndarray, scale: float) -> np.ndarray:
@@ -118,26 +125,38 @@ class Transformer:
 
     # -- the forward pass ----------------------------------------------------------------------------------
 
-    def run(self, token_ids: Sequence[int], rounding: Rounding | None = None) -> Run:
-        """All positions of one sequence. Attention sees what `rounding` makes of keys and values."""
+    def run(
+        self,
+        token_ids: Sequence[int],
+        rounding: Rounding | None = None,
+        activation: Activation = np.asarray,
+    ) -> Run:
+        """All positions of one sequence. Attention sees what `rounding` makes of keys and values.
+
+        `activation` is applied wherever a backend stores activations between operations: after norms, products
+        (before the rotation of keys, which go to the cache as they are, and after that of queries), attention,
+        SwiGLU, and each addition to the residual.
+        """
         embeddings = self.tensor("model.embed_tokens.weight").astype(np.float64)
         x = embeddings[list(token_ids)]
         run = Run(np.empty(0), [], [])
         for layer in range(self.num_layers):
             name = f"model.layers.{layer}"
-            normed = self._norm(x, f"{name}.input_layernorm")
-            query, key, value = self._project(normed, f"{name}.self_attn")
+            normed = activation(self._norm(x, f"{name}.input_layernorm"))
+            query, key, value = self._project(normed, f"{name}.self_attn", activation)
             run.keys.append(key)
             run.values.append(value)
             if rounding is not None:
                 key, value = rounding(layer, key, value)
-            x = x + self._attention(query, key, value) @ self.weight(f"{name}.self_attn.o_proj").T
-            normed = self._norm(x, f"{name}.post_attention_layernorm")
-            gate = normed @ self.weight(f"{name}.mlp.gate_proj").T
-            up = normed @ self.weight(f"{name}.mlp.up_proj").T
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ self.weight(f"{name}.mlp.down_proj").T
+            attended = activation(self._attention(query, key, value))
+            x = activation(x + activation(attended @ self.weight(f"{name}.self_attn.o_proj").T))
+            normed = activation(self._norm(x, f"{name}.post_attention_layernorm"))
+            gate = activation(normed @ self.weight(f"{name}.mlp.gate_proj").T)
+            up = activation(normed @ self.weight(f"{name}.mlp.up_proj").T)
+            activated = activation(gate / (1 + np.exp(-gate)) * up)
+            x = activation(x + activation(activated @ self.weight(f"{name}.mlp.down_proj").T))
         head = embeddings if self.config["tie_word_embeddings"] else self.weight("lm_head")
-        run.logits = self._norm(x, "model.norm") @ head.T
+        run.logits = activation(self._norm(x, "model.norm")) @ head.T
         return run
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -148,17 +167,19 @@ class Transformer:
             * self.tensor(f"{name}.weight").astype(np.float64)
         )
 
-    def _project(self, x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _project(
+        self, x: np.ndarray, name: str, activation: Activation
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         parts = []
         for projection in ("q_proj", "k_proj", "v_proj"):
             y = x @ self.weight(f"{name}.{projection}").T
             if self.has(f"{name}.{projection}.bias"):
                 y = y + self.tensor(f"{name}.{projection}.bias").astype(np.float64)
-            parts.append(y.reshape(len(x), -1, self.head_dim))
+            parts.append(activation(y).reshape(len(x), -1, self.head_dim))
         query, key, value = parts
         if self.has(f"{name}.q_norm.weight"):
             query, key = self._norm(query, f"{name}.q_norm"), self._norm(key, f"{name}.k_norm")
-        return self._rotate(query), self._rotate(key), value
+        return activation(self._rotate(query)), self._rotate(key), value
 
     def _rotate(self, x: np.ndarray) -> np.ndarray:
         # The published models multiply position and frequency in float32.
