@@ -23,6 +23,7 @@ from engine.injected import adopt
 from engine.kv_cache import AttentionStateSpec, KVCache, KVCacheManager, bytes_per_block
 from engine.kv_sizing import KVPlan, fit_length, least_blocks, plan_kv_cache
 from engine.levers import MemoryDemand
+from engine.memory.adaptors import cap_of
 from engine.memory.errors import TraceFileError
 from engine.memory.house import MemoryHouse
 from engine.memory.settings import TraceSettings
@@ -151,8 +152,10 @@ def _build(
         raise ConfigurationError(
             f"--device {device.name}: it cannot use the memory of {type(upstream).__name__}"
         )
+    cap = cap_of(upstream)
+    total = gauge.total if cap is None else min(gauge.total, cap)
     # An explicit KV cache is checked by allocating it. Else everything must fit the share of the device.
-    limit = None if config.kv_cache_memory is not None else int(config.gpu_memory_utilization * gauge.total)
+    limit = None if config.kv_cache_memory is not None else int(config.gpu_memory_utilization * total)
     house = MemoryHouse.build(upstream, trace, output=output, gauge=gauge, limit=limit)
     parts.callback(house.close)
     failures.house = house
@@ -163,7 +166,7 @@ def _build(
         config=config,
         limits=limits,
         device=device.name,
-        total=gauge.total,
+        total=total,
         limit=limit,
         weights=checkpoint.nbytes,
         scratch=checkpoint.largest_tensor,

@@ -39,7 +39,7 @@ class MemoryDemand:
     limits: EngineLimits
     device: str
     total: int
-    """the device has"""
+    """the device has, or the resource that was handed in may take of it"""
     limit: int | None
     """most that may be live (`gpu_memory_utilization`); None: all of it"""
     weights: int
@@ -71,11 +71,13 @@ def find_levers(request: AllocationRequest, demand: MemoryDemand) -> list[Lever]
     """
     capacity = demand.total
     available = request.free
-    if request.why is Why.CAP and demand.limit is not None:
-        capacity = demand.limit
-        available = None if request.live is None else demand.limit - request.live
+    if request.why is Why.CAP:
+        capacity = demand.total if demand.limit is None else demand.limit
+        available = None if request.live is None else capacity - request.live
     # Sizes are computed, and the last bytes are the backend's own: ask for a little more than they say.
-    needed = math.ceil((demand.resident + demand.scratch) * 1.01) + _BACKEND_MARGIN
+    # Scratch is given back before anything but weights is there.
+    most = max(demand.weights + demand.scratch, demand.resident)
+    needed = math.ceil(most * 1.01) + _BACKEND_MARGIN
     lacking = max(needed - capacity, 1)
     if available is not None:
         lacking = max(lacking, request.size - available)

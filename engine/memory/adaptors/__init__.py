@@ -2,7 +2,7 @@
 
 from engine.memory.adaptors.adaptor import MemoryAdaptor, gauge_of
 from engine.memory.adaptors.fault_injecting import Fault, FaultInjectingMemoryResource
-from engine.memory.adaptors.limiting import LimitingMemoryResource
+from engine.memory.adaptors.limiting import LimitingMemoryResource, cap_of
 from engine.memory.adaptors.statistics import MemoryStatistics, StatisticsMemoryResource, TagStatistics
 from engine.memory.adaptors.tracing import TracingMemoryResource
 
@@ -15,5 +15,6 @@ __all__ = [
     "StatisticsMemoryResource",
     "TagStatistics",
     "TracingMemoryResource",
+    "cap_of",
     "gauge_of",
 ]

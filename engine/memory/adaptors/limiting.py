@@ -14,7 +14,7 @@ from engine.memory.failures import failed_request
 if TYPE_CHECKING:
     from cuda.core import Stream
 
-__all__ = ["LimitingMemoryResource"]
+__all__ = ["LimitingMemoryResource", "cap_of"]
 
 
 class LimitingMemoryResource(MemoryAdaptor):
@@ -69,3 +69,13 @@ class LimitingMemoryResource(MemoryAdaptor):
         self._upstream.release(ptr, size, stream)
         with self._lock:
             self._live -= size
+
+
+def cap_of(resource: MemoryResource) -> int | None:
+    """The lowest limit in a stack of adaptors; None if there is none."""
+    lowest = None
+    while isinstance(resource, MemoryAdaptor):
+        if isinstance(resource, LimitingMemoryResource):
+            lowest = resource.limit if lowest is None else min(lowest, resource.limit)
+        resource = resource.upstream
+    return lowest
