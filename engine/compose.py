@@ -26,6 +26,7 @@ from engine.levers import MemoryDemand
 from engine.memory.adaptors import cap_of
 from engine.memory.errors import TraceFileError
 from engine.memory.house import MemoryHouse
+from engine.memory.scope import allocation_helper
 from engine.memory.settings import TraceSettings
 from engine.model.checkpoint import Checkpoint, resolve_model
 from engine.model.config import ModelConfig
@@ -258,12 +259,15 @@ class _KeepingBackend:
         self._backend = backend
         self._kept: list[object] = []
 
+    @allocation_helper
     def empty(self, *arguments: Any) -> object:
         return self._keep(self._backend.empty(*arguments))
 
+    @allocation_helper
     def from_host(self, *arguments: Any) -> object:
         return self._keep(self._backend.from_host(*arguments))
 
+    @allocation_helper
     def load_linear(self, *arguments: Any) -> object:
         return self._keep(self._backend.load_linear(*arguments))
 

@@ -46,7 +46,10 @@ def make_reference(model: Path) -> dict[str, Any]:
         "prompts": asked,
         "tokens": [output.token_ids for output in outputs],
         "top": [
-            [{entry.token_id: round(entry.logprob, 5) for entry in position.top} for position in output.logprobs or ()]
+            [
+                {entry.token_id: round(entry.logprob, 5) for entry in position.top}
+                for position in output.logprobs or ()
+            ]
             for output in outputs
         ],
     }

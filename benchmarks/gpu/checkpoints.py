@@ -56,9 +56,7 @@ class DeviceDriver(Driver):
         from engine.memory.cuda.opening import open_cuda_memory
 
         memory = open_cuda_memory()
-        super().__init__(
-            directory, kv_dtype, memory=memory, backend=CudaBackend(memory, cache_dir=kernels)
-        )
+        super().__init__(directory, kv_dtype, memory=memory, backend=CudaBackend(memory, cache_dir=kernels))
 
     def poison(self, tensor: Any) -> None:
         from cuda.bindings import driver
@@ -106,9 +104,7 @@ def against_transformers(case: Case, logits: Sequence[np.ndarray]) -> tuple[floa
     return rms, largest, mistakes
 
 
-def compare_codes(
-    driver: Driver, expected: Sequence[Run], scales: KVScales
-) -> tuple[int, int, int]:
+def compare_codes(driver: Driver, expected: Sequence[Run], scales: KVScales) -> tuple[int, int, int]:
     """Codes of layer 0 compared, those that differ, and those that differ by more than one bfloat16 step explains."""
     total = different = unexplained = 0
     for sequence, run in enumerate(expected):
@@ -119,7 +115,9 @@ def compare_codes(
             # A step of one bfloat16 in what was rotated, and a few of those may come together in a product.
             step = 2.0**-7 * np.abs(exact).max(axis=-1, keepdims=True)
             nearest = to_e4m3(exact, scale)
-            low, high = (to_e4m3(x, scale).view(ml_dtypes.float8_e4m3fn) for x in (exact - step, exact + step))
+            low, high = (
+                to_e4m3(x, scale).view(ml_dtypes.float8_e4m3fn) for x in (exact - step, exact + step)
+            )
             value = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
             inside = (value >= low.astype(np.float32)) & (value <= high.astype(np.float32))
             unexplained += int((~inside).sum())
@@ -158,8 +156,12 @@ def check(case: Case, name: str, driver_class: Any, kernels: Path, results: Resu
             results.check(mistakes == 0, f"{name} {label}: {mistakes} greedy tokens differ beyond near-ties")
         bound = CPU_BOUNDS.get(label, 2e-4)
         entry["cpu_bound"] = {"bound": bound, "holds": entry.get("to_transformers", worst) < bound}
-        results.check(worst <= SLACK * emulation + 1e-3, f"{name} {label}: {worst:.4f}, emulated {emulation:.4f}")
-        results.check(bool(np.isfinite(np.concatenate(logits)).all()), f"{name} {label}: logits are not numbers")
+        results.check(
+            worst <= SLACK * emulation + 1e-3, f"{name} {label}: {worst:.4f}, emulated {emulation:.4f}"
+        )
+        results.check(
+            bool(np.isfinite(np.concatenate(logits)).all()), f"{name} {label}: logits are not numbers"
+        )
         if label == "fp8":
             counts = compare_codes(driver, emulated, scales[0])
             entry["layer0_codes"] = dict(zip(("total", "different", "unexplained"), counts, strict=True))
