@@ -1,35 +1,42 @@
-"""Text to token ids and back, over the tokenizers library, and the chat template."""
+"""Text to token ids and back, over the tokenizers library."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, RequestError
-from engine.model.files import read_json
+from engine.model.chat_template import ChatTemplate
+from engine.model.files import read_optional_json, text_shown
+from engine.model.text_stream import TextStream
 
 __all__ = ["TextStream", "Tokenizer"]
-
-_UNFINISHED = "�"
 
 
 class Tokenizer:
     """A model's tokenizer. Build it with `open`."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, template: str | None, special: Mapping[str, str]) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, template: ChatTemplate) -> None:
+        # What was set for training on batches is stored beside the vocabulary. A prompt is what it is.
+        inner.no_truncation()
+        inner.no_padding()
         self._inner = inner
         self._template = template
-        self._special = special
+        self._special = {
+            token_id for token_id, token in inner.get_added_tokens_decoder().items() if token.special
+        }
+        self._byte_values = _byte_values(inner)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises CheckpointError."""
+        """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat templates.
+
+        Raises CheckpointError, which names the file.
+        """
         path = Path(path)
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -37,95 +44,82 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
-        settings_file = path / "tokenizer_config.json"
-        settings = read_json(settings_file) if settings_file.is_file() else {}
-        special = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
-        return cls(inner, _template(path, settings), {k: v for k, v in special.items() if v is not None})
+            raise CheckpointError(f"{file}: not a tokenizer: {text_shown(str(error))}") from None
+        settings = read_optional_json(path / "tokenizer_config.json")
+        special = _special_tokens(read_optional_json(path / "special_tokens_map.json"))
+        special |= _special_tokens(settings)
+        return cls(inner, ChatTemplate.read(path, settings, special))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises RequestError for half a surrogate pair, which UTF-8 cannot hold."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt: expected Unicode text, found half a surrogate pair at character {error.start}"
+            ) from None
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; an unknown id has none."""
         return str(self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
         """Text of tokens that follow `prompt_ids`, as they come."""
-        return TextStream(self, prompt_ids, skip_special_tokens)
+
+        def has_text(token_id: int) -> bool:
+            skipped = skip_special_tokens and token_id in self._special
+            return not skipped and bool(self._inner.id_to_token(token_id))
+
+        return TextStream(
+            lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False)),
+            prompt_ids,
+            has_text=has_text,
+            byte_values=self._byte_values,
+        )
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        name: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation. Raises RequestError if there is no template, or it refuses."""
-        if self._template is None:
-            raise RequestError("messages: the model has no chat template", field="messages")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(self._template).render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RequestError(f"messages: the chat template refused: {error}", field="messages") from None
+        """The prompt of a conversation: `ChatTemplate.render`. Special tokens are part of it.
+
+        Raises RequestError if there is no template, or it refuses.
+        """
+        return self._template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            name=name,
+            variables=variables,
+        )
 
 
-class TextStream:
-    """Decodes a few last tokens at a time, so a token costs the same at any length, and never half a
-    character.
-
-    Two ends of the tokens are kept: text up to `_shown` has been given out, and decoding begins at `_first`,
-    so that a decoder that treats its first token differently sees a token of the past there.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-8:])
-        self._first = 0
-        self._shown = len(self._ids)
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes, ``""`` while a character is unfinished."""
-        self._ids.append(token_id)
-        before, now = self._texts()
-        if len(now) <= len(before) or now.endswith(_UNFINISHED):
-            return ""
-        self._first, self._shown = self._shown, len(self._ids)
-        return now[len(before) :]
-
-    def finish(self) -> str:
-        """What is left, unfinished characters as U+FFFD."""
-        before, now = self._texts()
-        self._first = self._shown = len(self._ids)
-        return now[len(before) :]
-
-    def _texts(self) -> tuple[str, str]:
-        decode = self._tokenizer.decode
-        before = decode(self._ids[self._first : self._shown], skip_special_tokens=self._skip)
-        return before, decode(self._ids[self._first :], skip_special_tokens=self._skip)
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like: a string, or an object with its ``content``."""
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
 
 
-def _content(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
-    """A file of its own, else tokenizer_config.json's: one template, or a list of named ones."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: {error}") from None
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+def _byte_values(inner: tokenizers.Tokenizer) -> dict[int, int]:
+    """The byte that a token id stands for, where the decoder falls back to bytes (SentencePiece)."""
+    state = json.loads(inner.decoder.__getstate__()) if inner.decoder is not None else {}
+    steps = state.get("decoders", [state])
+    if not any(step.get("type") == "ByteFallback" for step in steps):
+        return {}
+    values = {}
+    for byte in range(256):
+        for token in (f"<0x{byte:02X}>", f"<0x{byte:02x}>"):
+            token_id = inner.token_to_id(token)
+            if token_id is not None:
+                values[token_id] = byte
+    return values
