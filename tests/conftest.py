@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import CHECKPOINTS
+
 
 @pytest.fixture(scope="session")
 def shared_checkpoints() -> Path:
-    """Small checkpoints written by ModelOpt and llm-compressor, with reference outputs."""
-    directory = Path(__file__).resolve().parents[2] / "shared" / "checkpoints"
-    if not directory.is_dir():
-        pytest.skip("no shared/checkpoints beside this checkout")
-    return directory
+    """Small checkpoints written by ModelOpt and llm-compressor, with reference outputs.
+
+    A test that asks for one that is not here is skipped, with a reason.
+    """
+    return CHECKPOINTS

@@ -298,6 +298,8 @@ def test_the_calibration_text_is_none_that_perplexity_is_measured_on() -> None:
     with calibration_text() as path:
         text = path.read_text(encoding="utf-8")
     measured = ROOT.parent / "shared" / "text" / "perplexity.txt"
+    if not measured.is_file():
+        pytest.skip("no shared/text beside this checkout")
     lines = {line for line in measured.read_text(encoding="utf-8").splitlines() if len(line) > 20}
     assert len(lines) > 50
     assert not lines.intersection(text.splitlines())

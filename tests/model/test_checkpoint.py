@@ -25,7 +25,7 @@ GATE = "model.layers.0.mlp.gate_proj"
 @pytest.fixture
 def model(shared_checkpoints: Path, tmp_path: Path) -> Path:
     """A copy to damage: ModelOpt NVFP4, gate_proj [256, 128]."""
-    return Path(shutil.copytree(shared_checkpoints / "qwen3" / "NVFP4-modelopt", tmp_path / "model"))
+    return Path(shutil.copytree(shared_checkpoints / "qwen2" / "NVFP4-modelopt", tmp_path / "model"))
 
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]

@@ -20,8 +20,7 @@ from engine.quantizer.nvfp4 import (
     dequantize,
     quantize,
 )
-
-CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
+from tests.checkpoints import CHECKPOINTS
 
 
 def reference_values(weight: NVFP4Weight) -> np.ndarray:

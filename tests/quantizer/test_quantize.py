@@ -16,10 +16,10 @@ from engine.quantizer.modelopt import DEFAULT_INPUT_SCALE
 from engine.quantizer.nvfp4 import NVFP4Weight, dequantize
 from engine.quantizer.quantize import quantize_model
 from engine.quantizer.source import Source
+from tests.checkpoints import CHECKPOINTS
 from tests.quantizer.gguf_files import random_weights, write_gguf
 from tests.quantizer.test_nvfp4 import read_safetensors
 
-CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
 TEXT = "The quick brown fox jumps over the lazy dog; 12 cats watch, and none of them says a word.\n" * 8
 MODELS = ["llama-tied", "llama-untied", "llama3-rope", "qwen2", "qwen3"]
 

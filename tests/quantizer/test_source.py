@@ -13,9 +13,7 @@ from safetensors.numpy import save_file
 
 from engine.errors import CheckpointError, UnsupportedModelError
 from engine.quantizer.source import Source
-
-CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
-
+from tests.checkpoints import CHECKPOINTS
 
 CONFIG: dict[str, Any] = json.loads((CHECKPOINTS / "llama-tied" / "bf16" / "config.json").read_text())
 
