@@ -43,6 +43,7 @@ CHUNK = 77
 class Case:
     """A checkpoint, its prompts with the greedy tokens of transformers, and what should come of them."""
 
+    name: str
     directory: Path
     prompts: list[dict[str, Any]]
     logits: Any
@@ -86,7 +87,7 @@ def cases(shared_checkpoints: Path) -> Callable[[str], Case]:
             transformer = Transformer(directory / kind)
             prompts = json.loads((directory / f"ref-{kind}.json").read_text())["prompts"]
             logits = np.load(directory / f"ref-{kind}.logits.npz")
-            loaded[name] = Case(directory / kind, prompts, logits, transformer)
+            loaded[name] = Case(name, directory / kind, prompts, logits, transformer)
         return loaded[name]
 
     return load
@@ -205,11 +206,9 @@ def check_fp8_bytes(case: Case, driver: Driver, expected: list[Run], scales: KVS
     assert different < 1e-4 * total
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_fp8_cache(name: str, cases: Callable[[str], Case], drive: Callable[[Case, DType], Driver]) -> None:
-    case = cases(name)
+def test_fp8_cache(case: Case, drive: Callable[[Case, DType], Driver]) -> None:
     scales = case.scales()
-    assert (scales != [KVScales(1.0, 1.0)] * len(scales)) == (name in WITH_FP8_CACHE)
+    assert (scales != [KVScales(1.0, 1.0)] * len(scales)) == (case.name in WITH_FP8_CACHE)
     driver = drive(case, DType.FLOAT8_E4M3)
     assert [(layer.key_scale, layer.value_scale) for layer in driver.kv] == [(s.key, s.value) for s in scales]
     logits = driver.run(case.sequences, case.lengths, CHUNK)
@@ -235,16 +234,15 @@ def mutated(kv: KVLayer, mutation: str) -> KVLayer:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-@pytest.mark.parametrize("name", MUTATED)
+@pytest.mark.parametrize("case", MUTATED, indirect=True)
 def test_a_cache_with_wrong_scales_is_noticed(
-    name: str, mutation: str, cases: Callable[[str], Case], drive: Callable[[Case, DType], Driver]
+    case: Case, mutation: str, drive: Callable[[Case, DType], Driver]
 ) -> None:
     """Written and read with the same wrong scale, as when the loader is wrong.
 
     The bytes tell. The logits tell as well, but for scales that are 8 times too large: a floating-point
     format rounds x / 8 as it rounds x, unless it gets too small.
     """
-    case = cases(name)
     scales = case.scales()
     expected = case.with_fp8_cache
     driver = drive(case, DType.FLOAT8_E4M3)
@@ -272,12 +270,11 @@ class MisreadingBackend:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-@pytest.mark.parametrize("name", MUTATED)
+@pytest.mark.parametrize("case", MUTATED, indirect=True)
 def test_reading_with_wrong_scales_is_noticed(
-    name: str, mutation: str, cases: Callable[[str], Case], drive: Callable[[Case, DType], Driver]
+    case: Case, mutation: str, drive: Callable[[Case, DType], Driver]
 ) -> None:
     """Written right and read wrong: the bytes are right, the logits tell."""
-    case = cases(name)
     scales = case.scales()
     expected = case.with_fp8_cache
     driver = drive(case, DType.FLOAT8_E4M3)
@@ -290,11 +287,11 @@ def test_reading_with_wrong_scales_is_noticed(
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("case", ["qwen3/NVFP4-modelopt", "qwen2/NVFP4-modelopt"], indirect=True)
 def test_batching_does_not_change_the_logits(
-    dtype: DType, cases: Callable[[str], Case], drive: Callable[[Case, DType], Driver]
+    case: Case, dtype: DType, drive: Callable[[Case, DType], Driver]
 ) -> None:
     """All at once in small chunks, or one after the other with the prompt in one piece."""
-    case = cases("qwen3/NVFP4-modelopt")
     driver = drive(case, dtype)
     together = driver.run(case.sequences[:5], case.lengths[:5], 5)
     for found, tokens, length in zip(together, case.sequences, case.lengths, strict=False):
