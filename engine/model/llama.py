@@ -71,8 +71,9 @@ class Llama:
         self.backend = backend
         hidden, vocab = config.hidden_size, config.vocab_size
 
-        # config.json's tie_word_embeddings can be wrong either way: the tensors present decide.
-        if weights.has_linear("lm_head"):
+        # config.json's tie_word_embeddings can be wrong either way: the tensors present decide. Some
+        # checkpoints of tied models hold the table twice.
+        if weights.has_linear("lm_head") and not weights.is_repeated("lm_head", "model.embed_tokens"):
             self.lm_head = weights.linear("lm_head", ["lm_head"], [vocab], hidden)
             self.embed_tokens = weights.table("model.embed_tokens", (vocab, hidden))
         else:

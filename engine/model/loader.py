@@ -62,6 +62,13 @@ class WeightLoader:
         """Whether the checkpoint holds a weight of `module`."""
         return sources.has_linear(self._checkpoint, module)
 
+    def is_repeated(self, module: str, table: str) -> bool:
+        """Whether `module` is stored as a second copy of the embedding table `table`: one of them will do."""
+        if not sources.is_same_weight(self._checkpoint, module, table):
+            return False
+        self._finished([f"{module}.weight"])
+        return True
+
     def linear(self, tag: str, modules: Sequence[str], rows: Sequence[int], cols: int) -> Linear:
         """`modules` stacked along N, ``[sum(rows), cols]``, allocated as ``weights/<tag>``.
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from engine.backend.protocol import WeightFormat
-from engine.errors import CheckpointError, UnsupportedModelError
+from engine.errors import UnsupportedModelError
 from engine.model.files import shown, text_shown
 from engine.model.json_fields import Fields
 from engine.model.quantization.declaration import GROUP_SIZE, Declaration
 from engine.model.quantization.modelopt import kv_cache_scheme
+from engine.model.quantization.patterns import ModulePatterns
 
 __all__ = ["read_declaration"]
 
@@ -24,7 +24,8 @@ def read_declaration(fields: Fields, source: str) -> Declaration:
     Raises
     ------
     CheckpointError
-        A field is missing or absurd, or a pattern is no regular expression.
+        A field is missing or absurd, or a pattern is no regular expression. `Declaration.format_of` raises it
+        for a pattern that takes too long.
     UnsupportedModelError
         The weights of a group, or a transform or sparsity of the whole, are not served.
     """
@@ -90,19 +91,14 @@ def _format(weights: Fields, where: str) -> WeightFormat:
 
 def _matcher(fields: Fields, name: str, source: str) -> _Match:
     """Exact names, the class ``Linear`` (every linear), or ``re:`` and a pattern for the name's start."""
-    exact, patterns = set(), []
-    for entry in fields.names(name):
-        if not entry.startswith("re:"):
-            exact.add(entry)
-            continue
-        try:
-            patterns.append(re.compile(entry.removeprefix("re:")))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(
-                f"{source}: quantization_config: {name}: {shown(entry)} is no regular expression: {error}"
-            ) from None
+    entries = fields.names(name)
+    exact = {entry for entry in entries if not entry.startswith("re:")}
+    patterns = ModulePatterns(
+        (entry.removeprefix("re:") for entry in entries if entry.startswith("re:")),
+        f"{source}: quantization_config: {name}",
+    )
 
     def matches(module: str) -> bool:
-        return module in exact or "Linear" in exact or any(pattern.match(module) for pattern in patterns)
+        return module in exact or "Linear" in exact or patterns.match(module)
 
     return matches

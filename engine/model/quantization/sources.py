@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import numpy as np
+
 from engine.backend.protocol import LinearSource, WeightFormat
 from engine.errors import CheckpointError, UnsupportedModelError
 from engine.model.checkpoint import Checkpoint
@@ -12,7 +14,7 @@ from engine.model.files import text_shown
 from engine.model.quantization import fp8, nvfp4
 from engine.model.quantization.tensors import read_bfloat16, read_float32
 
-__all__ = ["check_declaration", "has_linear", "linear_source", "stored_format"]
+__all__ = ["check_declaration", "has_linear", "is_same_weight", "linear_source", "stored_format"]
 
 _log = logging.getLogger("vtserve")
 
@@ -35,11 +37,31 @@ _KNOWN = frozenset(
     }
 )
 _SHOWN = 4
+_ROWS = 1024
+"""of a table that are compared at a time: most that differ do so in the first"""
 
 
 def has_linear(checkpoint: Checkpoint, module: str) -> bool:
     """Whether the checkpoint holds a weight of `module`, in any format."""
     return f"{module}.weight" in checkpoint or f"{module}.weight_packed" in checkpoint
+
+
+def is_same_weight(checkpoint: Checkpoint, module: str, other: str) -> bool:
+    """Whether `module` has the dense weight of `other`, element by element, and no bias."""
+    names = f"{module}.weight", f"{other}.weight"
+    if f"{module}.bias" in checkpoint or not all(name in checkpoint for name in names):
+        return False
+    first, second = (checkpoint.stored(name) for name in names)
+    if first.dtype not in ("BF16", "F16", "F32") or (first.dtype, first.shape) != (
+        second.dtype,
+        second.shape,
+    ):
+        return False
+    one, two = (checkpoint.tensor(name) for name in names)
+    return all(
+        np.array_equal(one[row : row + _ROWS], two[row : row + _ROWS], equal_nan=False)
+        for row in range(0, len(one), _ROWS)
+    )
 
 
 def stored_format(checkpoint: Checkpoint, module: str) -> WeightFormat:
@@ -98,7 +120,8 @@ def linear_source(checkpoint: Checkpoint, module: str, rows: int, cols: int) -> 
 
 
 def check_declaration(checkpoint: Checkpoint) -> None:
-    """Compare what the configuration declares with the tensors; warn once, by name, where they disagree.
+    """Compare what the configuration declares with the tensors, and with what is served; warn once, by name,
+    where they disagree.
 
     Raises
     ------
@@ -106,6 +129,12 @@ def check_declaration(checkpoint: Checkpoint) -> None:
         A format is declared that no tensor is stored in: the first that should be is named.
     """
     declaration = checkpoint.declaration
+    if declaration.unserved_kv_cache is not None:
+        _log.warning(
+            "%s: a KV cache in %s is not served; it is stored in what was asked for, else in bfloat16",
+            declaration.source,
+            declaration.unserved_kv_cache,
+        )
     stored = {module: stored_format(checkpoint, module) for module in _linears(checkpoint)}
     declared = {module: declaration.format_of(module) for module in stored}
     for weight_format in sorted(declaration.formats - set(stored.values()), key=lambda f: f.value):
