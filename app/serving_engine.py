@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
 
 from engine.config import EngineLimits
 from engine.errors import VtserveError
@@ -62,7 +62,13 @@ class ServingEngine(Protocol):
 
     @property
     def last_failure_id(self) -> str | None:
-        """The newest failure record."""
+        """The newest failure record's."""
+
+    def ledger(self) -> Mapping[str, Any] | None:
+        """The latest ledger known, as `Ledger.to_dict` has it; kept while the engine is dead."""
+
+    def alloc_failures(self) -> Mapping[str, int]:
+        """Requests for memory that failed, by their classification, over all engines of this server."""
 
     def generate(self, request: AddRequest, text: str | None) -> AsyncIterator[CompletionDelta]:
         """Completions of `request`, piece by piece. Closing the iterator aborts it in the engine.
