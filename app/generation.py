@@ -114,7 +114,7 @@ class Generation:
                 yield deltas
             return
         send, receive = anyio.create_memory_object_stream[tuple[int, CompletionDelta] | Exception](0)
-        async with anyio.create_task_group() as tasks:
+        async with receive, anyio.create_task_group() as tasks:
             for number in range(len(self.prompts)):
                 tasks.start_soon(self._forward, number, send.clone())
             send.close()
@@ -125,7 +125,6 @@ class Generation:
             except Exception as error:  # raised below: out here it would come in an ExceptionGroup
                 failure = error
             tasks.cancel_scope.cancel()
-        receive.close()
         if failure is not None:
             raise failure
 

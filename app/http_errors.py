@@ -206,15 +206,15 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
 def _field(location: Sequence[Any]) -> str:
     """``("body", "messages", 0, "content", "str")`` as ``messages[0].content``."""
     text = ""
-    for part in location[1:]:
+    for place, part in enumerate(location[1:], start=2):
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and not (text and part in _VARIANTS):
-            text += f".{part}" if text else part
-        elif not text:
+        elif place == len(location) and not text:
             text = public_text(part)
+        elif part.isidentifier() and not part[0].isupper() and not (text and part in _VARIANTS):
+            text += f".{part}" if text else part
     return text
 
 
 _VARIANTS = frozenset({"str", "int", "float", "bool", "list", "dict"})
-"""how pydantic calls the members of a union"""
+"""how pydantic calls the members of a union that are no models; those have capitals"""

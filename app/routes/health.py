@@ -26,8 +26,8 @@ def health_router(service: Service, version: str) -> APIRouter:
             raise unavailable(f"the engine is {service.status}", failure)
         return cast(Health, {"status": service.status})
 
-    router.add_api_route("/health", health, methods=["GET"])
-    router.add_api_route("/ping", health, methods=["GET", "POST"], name="ping", operation_id="ping")
+    router.add_api_route("/health", health)
+    router.add_api_route("/ping", health)
 
     @router.get("/version")
     async def show_version() -> Version:
