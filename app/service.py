@@ -44,6 +44,11 @@ class Service:
     def ready(self) -> bool:
         return not self.stopping and self.engine.state is EngineState.READY
 
+    def check_open(self) -> None:
+        """Refuse requests while the server stops. Raises ApiError, 503."""
+        if self.stopping:
+            raise unavailable("the server is stopping")
+
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None is the one that is. Raises ApiError, 404."""
         if name is not None and name not in self.model_names:

@@ -30,6 +30,7 @@ def chat_router(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
+        service.check_open()
         service.check_model(body.model)
         service.check_priority(body.priority)
         body.check()

@@ -36,6 +36,7 @@ def completions_router(service: Service) -> APIRouter:
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Complete one or several prompts."""
+        service.check_open()
         service.check_model(body.model)
         service.check_priority(body.priority)
         body.check()

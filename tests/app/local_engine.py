@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import anyio
 import anyio.lowlevel
 
 from app.serving_engine import EngineState
 from engine.compose import Engine
 from engine.config import EngineLimits
-from engine.messages import AddRequest, EngineStats
+from engine.messages import AddRequest, EngineStats, FinishReason
 from engine.model.tokenizer import Tokenizer
 from engine.output_processor import OutputProcessor
 from engine.outputs import CompletionDelta
@@ -35,6 +37,8 @@ class LocalEngine:
         self.script: list[CompletionDelta] | None = None
         """what the next requests get, whatever they ask"""
         self.requests: list[AddRequest] = []
+        self.core_is_slow = False
+        """each step takes 20 ms more"""
         self._processor = OutputProcessor(engine.tokenizer)
         self._arrived: dict[str, deque[CompletionDelta]] = {}
 
@@ -51,6 +55,16 @@ class LocalEngine:
 
     def alloc_failures(self) -> Mapping[str, int]:
         return self.failures
+
+    async def drain(self, seconds: float) -> None:
+        """Wait for requests to end; those that do not end with an error."""
+        with anyio.move_on_after(seconds):
+            while self._arrived:
+                await anyio.sleep(0.01)
+        for request_id, arrived in self._arrived.items():
+            self.inner.core.abort(self._processor.forget(request_id))
+            reason, error = FinishReason.ABORT, "the server is stopping"
+            arrived.append(CompletionDelta(request_id, 0, "", [], finish_reason=reason, error=error))
 
     async def generate(self, request: AddRequest, text: str | None) -> AsyncGenerator[CompletionDelta, None]:
         self.requests.append(request)
@@ -78,6 +92,8 @@ class LocalEngine:
             core.abort(self._processor.forget(request.request_id))
 
     def _step(self) -> None:
+        if self.core_is_slow:
+            time.sleep(0.02)
         outputs = self.inner.core.step()
         self.stats = outputs.stats
         processed = self._processor.process(outputs.updates)
