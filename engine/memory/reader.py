@@ -190,6 +190,9 @@ class FlightRecorderReader:
         at = max(start, 1)
         while at <= newest:
             begin = max(at, first)
+            if begin > newest:  # all that there was when the reading began is overwritten
+                yield TraceSlice(np.empty(0, RECORD_DTYPE), first, newest - at + 1, 0)
+                return
             end = min(newest, begin + _CHUNK - 1)
             records, torn = self._range(begin, end, patient=patient)
             # The writer goes on meanwhile: what it overwrote before it was read is missing.
