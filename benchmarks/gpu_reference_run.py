@@ -324,7 +324,7 @@ class Run:
                     ],
                     "ledger": None if record.ledger is None else record.ledger["segments"],
                     "trace_lines": len(record.trace),
-                    "tail": output.getvalue().splitlines()[-40:],
+                    "tail": until_fatal(output.getvalue().splitlines()),
                     "live_after": self.memory.live,
                 }
         self.results.put(name, entry)
@@ -393,6 +393,7 @@ def main() -> None:
     parser.add_argument("--allocator", default="malloc", choices=["malloc", "pool"])
     parser.add_argument("--kv-cache-memory", type=int, default=10**9)
     parser.add_argument("--limits", type=int, nargs=2, default=[24 * GIB, 16 * GIB], help="bytes")
+    parser.add_argument("--commit", help="where the checkout does not tell")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_reference_run.json")
     arguments = parser.parse_args()
@@ -406,7 +407,7 @@ def main() -> None:
             results.put(
                 "checkpoint", {"bytes": nbytes, "seconds": time.perf_counter() - begin, "shape": shape}
             )
-        results.put("commit", commit())
+        results.put("commit", arguments.commit or commit())
         results.put("allocator", arguments.allocator)
         run = Run(arguments, model, results)
         for act, limit in (
@@ -419,6 +420,12 @@ def main() -> None:
                 results.check(False, f"{limit / GIB:.3g} GiB: {type(error).__name__}: {error}")
     results.finish()
     print("failed:", *(results.found["failed"] or ["nothing"]), sep="\n  ")
+
+
+def until_fatal(lines: list[str]) -> list[str]:
+    """The last lines before the failure, and what is said of it; not the frees of the clearing up that follows."""
+    last = max((i for i, line in enumerate(lines) if line.startswith("engine-fatal")), default=len(lines) - 1)
+    return lines[max(0, last - 30) : last + 4]
 
 
 def commit() -> str:

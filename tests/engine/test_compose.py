@@ -15,7 +15,12 @@ from engine.compose import Engine, build_engine
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigurationError, EngineDeadError
 from engine.failure import FailureRecord, read_failure
-from engine.memory.adaptors import Fault, FaultInjectingMemoryResource, StatisticsMemoryResource
+from engine.memory.adaptors import (
+    Fault,
+    FaultInjectingMemoryResource,
+    LimitingMemoryResource,
+    StatisticsMemoryResource,
+)
 from engine.memory.errors import OutOfMemoryError, Why
 from engine.memory.resources import HostMemoryResource, PlanningMemoryResource
 from engine.memory.scope import memory_scope
@@ -142,6 +147,28 @@ def test_what_does_not_fit_the_share_fails_as_a_cap(tmp_path: Path, model: str) 
     share = next(lever for lever in record.levers if lever.flag == "--gpu-memory-utilization")
     assert 0.2 < float(share.value) <= 1
     assert "--gpu-memory-utilization" in "\n".join(start.lines)
+
+
+def test_a_resource_that_was_handed_in_is_used_up_to_its_cap(tmp_path: Path, model: str) -> None:
+    host = HostMemoryResource(1 << 30)
+    flags: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    start = Start(tmp_path, model, memory=LimitingMemoryResource(host, 16 << 20), **flags)
+    assert start.engine is not None
+    assert (4 << 20) < host.live <= 0.9 * (16 << 20)
+    start.close()
+
+
+def test_levers_under_the_cap_of_a_resource_that_was_handed_in(tmp_path: Path, model: str) -> None:
+    cap = LimitingMemoryResource(HostMemoryResource(1 << 30), 20 << 20)
+    flags: dict[str, Any] = {"memory": cap, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    record = Start(tmp_path / "first", model, kv_cache_memory=30 << 20, **flags).record()
+    assert record.allocation is not None
+    assert record.allocation["why"] == "cap"
+    lever = next(lever for lever in record.levers if lever.flag == "--kv-cache-memory")
+    assert lever.enough
+    start = Start(tmp_path / "second", model, kv_cache_memory=parse_byte_size(lever.value), **flags)
+    assert start.error is None
+    start.close()
 
 
 def test_a_cache_too_small_for_the_length_is_refused_before_the_load(tmp_path: Path, model: str) -> None:

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.devices import choose_device
 from engine.errors import ConfigurationError
 from engine.memory.resources import HostMemoryResource, PlanningMemoryResource, host_capacity
+from tests.memory.cuda.model_driver import GIB, ModelDriver
 
 
 @pytest.fixture
@@ -33,6 +34,31 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(no_gpu: None, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "engine.devices"):
         assert choose_device(EngineConfig(model="m"), {}).name == "cpu"
     assert caplog.messages == ["running on the CPU: --device cuda: no NVIDIA driver was found"]
+
+
+@pytest.mark.parametrize("allocator", ["malloc", "pool"])
+def test_a_gpus_memory_is_the_allocators_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    opening = pytest.importorskip("engine.memory.cuda.opening", reason="cuda-bindings is not installed")
+    monkeypatch.setattr("engine.backend.cuda.requirements.check_device", lambda index: 8 * GIB)
+    monkeypatch.setattr(opening, "BoundCudaRuntime", lambda device_id: ModelDriver(total=8 * GIB))
+    config = EngineConfig(model="m", device="cuda", cuda_allocator=allocator)
+    device = choose_device(config, {})
+    memory = device.open_memory()
+    assert (device.name, device.capacity) == ("cuda", 8 * GIB)
+    assert device.can_use(memory)
+    assert memory.api == {"malloc": "malloc", "pool": "async"}[allocator]
+
+
+def test_a_gpu_that_gives_no_context_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening = pytest.importorskip("engine.memory.cuda.opening", reason="cuda-bindings is not installed")
+    monkeypatch.setattr("engine.backend.cuda.requirements.check_device", lambda index: 8 * GIB)
+    driver = ModelDriver()
+    driver.broken = 2
+    monkeypatch.setattr(opening, "BoundCudaRuntime", lambda device_id: driver)
+    with pytest.raises(ConfigurationError, match=r"^--device cuda: the GPU cannot be used: cudaMemGetInfo: "):
+        choose_device(EngineConfig(model="m", device="cuda"), {}).open_memory()
 
 
 def test_cuda_that_cannot_be_had_is_refused_in_a_line(no_gpu: None) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -72,6 +73,22 @@ def test_a_cap_is_raised_as_far_as_the_device_goes() -> None:
     assert 0 < int(length.value) < 800
     assert int(length.value) % 16 == 0
     assert length.frees == (100 - math.ceil(int(length.value) / 16)) * MIB
+
+
+def test_the_cap_of_a_resource_that_was_handed_in_is_what_there_is() -> None:
+    """The device has far more free, but that is no use."""
+    what = demand(total=200 * MIB, kv_cache_memory=100 * MIB)
+    request = AllocationRequest(size=6 * MIB, free=10**11, live=198 * MIB, why=Why.CAP)
+    kv = by_flag(find_levers(request, what))["--kv-cache-memory"]
+    assert kv.enough
+    assert what.resident - kv.frees + 4 * MIB <= 200 * MIB
+
+
+def test_scratch_is_given_back_before_the_rest_comes() -> None:
+    what = demand(total=240 * MIB, kv_cache_memory=100 * MIB)
+    large = dataclasses.replace(what, scratch=90 * MIB)
+    request = AllocationRequest(size=MIB, free=0, live=240 * MIB)
+    assert find_levers(request, large) == find_levers(request, what)
 
 
 def test_a_wide_cache_can_be_made_narrow() -> None:

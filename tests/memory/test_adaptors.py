@@ -19,6 +19,7 @@ from engine.memory.adaptors import (
     LimitingMemoryResource,
     StatisticsMemoryResource,
     TracingMemoryResource,
+    cap_of,
     gauge_of,
 )
 from engine.memory.base import MemoryDeallocationWarning
@@ -310,6 +311,8 @@ def test_tracing_needs_somebody_who_knows_the_free_bytes(recorder: FlightRecorde
 
 def test_the_gauge_is_found_under_any_stack(device: Any) -> None:
     assert gauge_of(LimitingMemoryResource(StatisticsMemoryResource(device), 5)) is device
+    assert cap_of(device) is None
+    assert cap_of(StatisticsMemoryResource(LimitingMemoryResource(LimitingMemoryResource(device, 5), 7))) == 5
     assert gauge_of(StatisticsMemoryResource(PlainResource())) is None
 
 

@@ -30,7 +30,9 @@ from engine.backend.protocol import (
     WeightFormat,
 )
 from engine.errors import ConfigurationError
+from engine.memory.cuda.pinned import PinnedMemoryResource
 from engine.memory.cuda.resources import account_of
+from engine.memory.cuda.runtime import BoundCudaRuntime
 from engine.memory.scope import allocation_helper, memory_scope
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class CudaBackend:
         Where compiled kernels are kept between runs; None: nowhere.
     host_memory
         Gives the pinned host buffers: two of 16 MiB while weights are loaded, then one step's inputs,
-        twice. By default the driver's own.
+        twice. By default cudaHostAlloc.
 
     Raises
     ------
@@ -97,9 +99,8 @@ class CudaBackend:
             self.device = CudaDevice(device, cache_dir, account)
         self._memory = memory
         if host_memory is None:
-            from cuda.core import LegacyPinnedMemoryResource
-
-            host_memory = LegacyPinnedMemoryResource()
+            runtime = BoundCudaRuntime(device) if account is None else account.runtime
+            host_memory = PinnedMemoryResource(runtime, self.device.health)
         self._host_memory = host_memory
         self._staging = Staging(self.device, host_memory)
         self._uploader = WeightUploader(self.device, memory, self._staging)

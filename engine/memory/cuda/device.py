@@ -80,7 +80,7 @@ class CudaDeviceAccount:
     """
 
     def __init__(self, runtime: CudaRuntime, usage: DriverUsage) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._usage = usage
         self.health = DeviceHealth()
         before = usage.used()
@@ -98,7 +98,7 @@ class CudaDeviceAccount:
     def free(self) -> int:
         """The driver's free bytes (cudaMemGetInfo). Raises `CudaCallError`."""
         try:
-            return self._runtime.memory_info()[0]
+            return self.runtime.memory_info()[0]
         except CudaCallError as error:
             self.health.note(error)
             raise
@@ -121,7 +121,7 @@ class CudaDeviceAccount:
         free, taken = self.free(), self.taken
         try:
             yield
-            self._runtime.synchronize()
+            self.runtime.synchronize()
             self.library += (free - self.free()) - (self.taken - taken)
         finally:
             self._in_step = False

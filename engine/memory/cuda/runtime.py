@@ -63,6 +63,12 @@ class CudaRuntime(Protocol):
     def free(self, ptr: int) -> None:
         """cudaFree. Waits for the device."""
 
+    def host_malloc(self, size: int) -> int:
+        """cudaHostAlloc: an address of page-locked host memory."""
+
+    def host_free(self, ptr: int) -> None:
+        """cudaFreeHost."""
+
     def pool_malloc(self, size: int, pool: Any, stream: int) -> int:
         """cudaMallocFromPoolAsync: an address."""
 
@@ -120,6 +126,13 @@ class BoundCudaRuntime:
     def free(self, ptr: int) -> None:
         self._use_device()
         self._call("cudaFree", ptr)
+
+    def host_malloc(self, size: int) -> int:
+        self._use_device()
+        return int(self._call("cudaHostAlloc", size, cudart.cudaHostAllocDefault))
+
+    def host_free(self, ptr: int) -> None:
+        self._call("cudaFreeHost", ptr)
 
     def pool_malloc(self, size: int, pool: Any, stream: int) -> int:
         self._use_device()

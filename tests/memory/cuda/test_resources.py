@@ -1,152 +1,23 @@
-"""The CUDA resources against a model of the driver that behaves as one was measured to.
-
-Measured on an H200 with driver 580: cudaMalloc takes 2 MiB steps that small blocks share, a pool grows in
-32 MiB steps and keeps them, and a pool request that fails first grows the pool over all free memory.
-"""
+"""The CUDA resources against a model of the driver that behaves as one was measured to."""
 
 from __future__ import annotations
 
 import pytest
 
+from engine.memory.adaptors import LimitingMemoryResource
 from engine.memory.cuda.device import CudaDeviceAccount
-from engine.memory.cuda.resources import DRIVER_STEP, CudaMallocMemoryResource, CudaPoolMemoryResource
+from engine.memory.cuda.resources import CudaMallocMemoryResource, CudaPoolMemoryResource, account_of
 from engine.memory.cuda.runtime import OUT_OF_MEMORY, CudaCallError, is_sticky
 from engine.memory.errors import OutOfMemoryError, StickyDeviceError, Why
-
-MIB = 1 << 20
-GIB = 1 << 30
-POOL_STEP = 32 * MIB
-ILLEGAL_ADDRESS = 700
-CONTEXT = 527 * MIB
-
-
-class ModelDriver:
-    """A device of `total` bytes of which `neighbours` are taken. One pool. Counts every call."""
-
-    def __init__(self, total: int = 24 * GIB, neighbours: int = 0) -> None:
-        self.total, self.neighbours = total, neighbours
-        self.blocks: dict[int, int] = {}
-        self.pool_blocks: dict[int, int] = {}
-        self.unobserved = 0
-        """bytes freed in stream order that the pool cannot use before a synchronisation"""
-        self.reserved = 0
-        self.keep = 0
-        self.max_size = 0
-        self.next = 1 << 40
-        self.broken = 0
-        """error code that every call returns"""
-        self.last_error = 0
-        self.calls: list[str] = []
-        self.context = 0
-
-    def _enter(self, call: str) -> None:
-        self.calls.append(call)
-        if self.broken:
-            self.fail(call, self.broken)
-
-    def fail(self, call: str, code: int) -> None:
-        self.last_error = code
-        text = "out of memory" if code == OUT_OF_MEMORY else "an illegal memory access was encountered"
-        raise CudaCallError(call, code, text)
-
-    @property
-    def free_bytes(self) -> int:
-        steps = {
-            step
-            for ptr, size in self.blocks.items()
-            for step in range(ptr // DRIVER_STEP, (ptr + size - 1) // DRIVER_STEP + 1)
-        }
-        return self.total - self.neighbours - self.context - len(steps) * DRIVER_STEP - self.reserved
-
-    @property
-    def used(self) -> int:
-        return sum(self.pool_blocks.values()) + self.unobserved
-
-    def malloc(self, size: int) -> int:
-        self._enter("cudaMalloc")
-        if size >= DRIVER_STEP:
-            self.next = -(-self.next // DRIVER_STEP) * DRIVER_STEP
-        ptr = self.next
-        before = self.free_bytes
-        self.blocks[ptr] = size
-        if self.free_bytes < 0 or before < 0:
-            del self.blocks[ptr]
-            self.fail("cudaMalloc", OUT_OF_MEMORY)
-        self.next = ptr + -(-size // 512) * 512
-        if size >= DRIVER_STEP:
-            self.next = -(-self.next // DRIVER_STEP) * DRIVER_STEP
-        return ptr
-
-    def free(self, ptr: int) -> None:
-        self._enter("cudaFree")
-        del self.blocks[ptr]
-
-    def pool_malloc(self, size: int, pool: object, stream: int) -> int:
-        self._enter("cudaMallocFromPoolAsync")
-        if self.max_size and self.used + size > self.max_size:
-            self.fail("cudaMallocFromPoolAsync", OUT_OF_MEMORY)
-        missing = self.used + size - self.reserved
-        if missing > 0:
-            growth = -(-missing // POOL_STEP) * POOL_STEP
-            if growth > self.free_bytes:
-                self.reserved += max(self.free_bytes, 0)
-                self.fail("cudaMallocFromPoolAsync", OUT_OF_MEMORY)
-            self.reserved += growth
-        self.next += 1 << 36
-        self.pool_blocks[self.next] = size
-        return self.next
-
-    def pool_free(self, ptr: int, stream: int) -> None:
-        self._enter("cudaFreeAsync")
-        self.unobserved += self.pool_blocks.pop(ptr)
-
-    def pool_create(self, max_size: int) -> object:
-        self._enter("cudaMemPoolCreate")
-        self.max_size = max_size
-        return object()
-
-    def pool_destroy(self, pool: object) -> None:
-        self._enter("cudaMemPoolDestroy")
-        self.reserved = 0
-
-    def pool_keep(self, pool: object, threshold: int) -> None:
-        self._enter("cudaMemPoolSetAttribute")
-        self.keep = threshold
-
-    def pool_bytes(self, pool: object) -> tuple[int, int]:
-        self._enter("cudaMemPoolGetAttribute")
-        return self.used, self.reserved
-
-    def pool_trim(self, pool: object) -> None:
-        self._enter("cudaMemPoolTrimTo")
-        self.reserved = -(-self.used // POOL_STEP) * POOL_STEP
-
-    def memory_info(self) -> tuple[int, int]:
-        self._enter("cudaMemGetInfo")
-        self.context = CONTEXT
-        return max(self.free_bytes, 0), self.total
-
-    def synchronize(self) -> None:
-        self._enter("cudaDeviceSynchronize")
-        self.unobserved = 0
-
-    def clear_last_error(self) -> int:
-        self.calls.append("cudaGetLastError")
-        code, self.last_error = self.last_error, 0
-        return code
-
-
-class ModelUsage:
-    """What the management library says of the model driver."""
-
-    def __init__(self, driver: ModelDriver, *, tells_processes: bool = True) -> None:
-        self.driver, self.tells_processes = driver, tells_processes
-
-    def used(self) -> int | None:
-        return self.driver.total - self.driver.free_bytes
-
-    def used_by_others(self) -> int | None:
-        return self.driver.neighbours if self.tells_processes else None
+from engine.memory.resources import HostMemoryResource
+from tests.memory.cuda.model_driver import (
+    CONTEXT,
+    GIB,
+    ILLEGAL_ADDRESS,
+    MIB,
+    ModelDriver,
+    ModelUsage,
+)
 
 
 def build(kind: type, driver: ModelDriver, **options: int) -> tuple[CudaDeviceAccount, object]:
@@ -281,6 +152,39 @@ def test_an_earlier_error_is_not_out_of_memory(kind):
     assert len(driver.calls) == asked
 
 
+def test_a_loss_found_by_reading_is_known_to_all_who_share_the_device(kind):
+    """cudaMalloc may give memory after a kernel's illegal access; cudaMemGetInfo says what happened."""
+    driver = ModelDriver()
+    account, memory = build(kind, driver)
+    other = CudaMallocMemoryResource(account, driver)
+    ptr = memory.acquire(MIB, None)
+    driver.broken = ILLEGAL_ADDRESS
+    with pytest.raises(CudaCallError):
+        memory.read_free()
+    asked = len(driver.calls)
+    for resource in (memory, other):
+        with pytest.raises(StickyDeviceError, match="nothing was asked of CUDA"):
+            resource.acquire(MIB, None)
+    memory.release(ptr, MIB, None)
+    assert len(driver.calls) == asked
+
+
+def test_a_block_that_was_given_stays_given_when_the_pool_cannot_be_read():
+    driver = ModelDriver()
+    _, memory = build(CudaPoolMemoryResource, driver)
+    driver.pool_bytes = lambda pool: driver.fail("cudaMemPoolGetAttribute", ILLEGAL_ADDRESS)
+    memory.acquire(MIB, None)
+    assert memory.live == MIB
+    with pytest.raises(StickyDeviceError):
+        memory.acquire(MIB, None)
+
+
+def test_the_account_is_found_under_adaptors(kind):
+    account, memory = build(kind, ModelDriver())
+    assert account_of(LimitingMemoryResource(memory, GIB)) is account
+    assert account_of(HostMemoryResource(GIB)) is None
+
+
 def test_a_sticky_error_found_while_making_room(kind):
     driver = ModelDriver(total=2 * GIB)
     _, memory = build(kind, driver)
@@ -296,6 +200,19 @@ def test_the_librarys_bytes_are_measured_where_they_appear():
         memory.acquire(10 * MIB, None)
         driver.neighbours += 48 * MIB  # a module's bytes: gone from the device, through no resource
     assert account.library == 48 * MIB
+
+
+def test_a_step_within_a_step_is_counted_once():
+    driver = ModelDriver()
+    account, _ = build(CudaMallocMemoryResource, driver)
+    with account.library_step():
+        driver.neighbours += 16 * MIB
+        with account.library_step():
+            driver.neighbours += 32 * MIB
+    assert account.library == 48 * MIB
+    with account.library_step():
+        driver.neighbours += 2 * MIB
+    assert account.library == 50 * MIB
 
 
 def test_without_the_management_library_the_context_counts_as_a_neighbour():
