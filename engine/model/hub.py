@@ -57,16 +57,17 @@ def _download(model: str) -> str:
 
 def _reason(error: Exception) -> str:
     """What to do about it, by the hub's own classes of errors."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     # A gated model is a kind of a missing one, and being offline hides behind a missing cache entry.
     if isinstance(error, errors.GatedRepoError):
         return "gated on the Hugging Face hub: accept its terms there and log in (`hf auth login`)"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "not found on the Hugging Face hub (or private: log in with `hf auth login`)"
-    if isinstance(error, errors.OfflineModeIsEnabled):
+    is_missing = isinstance(error, errors.LocalEntryNotFoundError)
+    if isinstance(error, errors.OfflineModeIsEnabled) or (is_missing and constants.HF_HUB_OFFLINE):
         return "not in the hub's cache, and HF_HUB_OFFLINE forbids fetching it"
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    if is_missing:
         return "not in the hub's cache, and the Hugging Face hub cannot be reached"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"not fetched from the Hugging Face hub: {text_shown(lines[0] if lines else type(error).__name__)}"

@@ -234,6 +234,7 @@ def test_layers_without_any_are_named(tmp_path: Path, caplog: pytest.LogCaptureF
         (float32(np.nan), "expected a positive number, found nan"),
         (float32(-2.0), "expected a positive number"),
         (float32(np.inf), "expected a positive number"),
+        (("F64", (), np.float64(1e300).tobytes()), "expected a positive number, found inf"),
         (float32(np.ones(2)), r"expected one element \(per-tensor scale\), found shape \[2\]"),
         (("U8", (1,), b"\1"), "expected a float, found U8"),
     ],

@@ -110,7 +110,7 @@ def _kv_cache(fields: Fields) -> tuple[bool, str | None]:
 def kv_cache_scheme(scheme: Fields) -> tuple[bool, str | None]:
     """Whether ``kv_cache_scheme`` is FP8 per tensor, else what it is. Both formats spell it alike."""
     bits, kind = scheme.get("num_bits"), scheme.get("type")
-    strategy = scheme.get("strategy")
-    if bits == 8 and kind == "float" and strategy in (None, "tensor") and not scheme.get("dynamic"):
+    strategy, dynamic = scheme.get("strategy"), scheme.get("dynamic")
+    if bits == 8 and kind == "float" and strategy in (None, "tensor") and not dynamic:
         return True, None
-    return False, shown({"num_bits": bits, "type": kind, "strategy": strategy})
+    return False, shown({"num_bits": bits, "type": kind, "strategy": strategy, "dynamic": dynamic})

@@ -7,8 +7,6 @@ row-major, the even element in the low nibble.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from engine.backend.protocol import LinearSource, WeightFormat
@@ -75,9 +73,9 @@ def _global_scale(checkpoint: Checkpoint, module: str, codes: str) -> float:
     if not codes.endswith("_packed"):
         return read_scalar(checkpoint, f"{module}.weight_scale_2")
     name = f"{module}.weight_global_scale"
-    multiplier = np.float32(1.0 / read_scalar(checkpoint, name))
-    if not 0 < multiplier < math.inf:
+    multiplier = 1.0 / read_scalar(checkpoint, name)
+    if multiplier > float(np.finfo(np.float32).max):
         raise CheckpointError(
             f"{checkpoint.stored(name).file}: tensor {name}: expected a number with a reciprocal in float32"
         )
-    return float(multiplier)
+    return float(np.float32(multiplier))

@@ -54,7 +54,8 @@ def read_float32(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> n
     if stored.dtype == "BF16":
         return np.asarray(values.view(ml_dtypes.bfloat16), np.float32)
     if stored.dtype in ("F16", "F32", "F64"):
-        return np.ascontiguousarray(values, np.float32).reshape(shape)
+        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+            return np.ascontiguousarray(values, np.float32).reshape(shape)
     raise CheckpointError(f"{stored.file}: tensor {text_shown(name)}: expected a float, found {stored.dtype}")
 
 

@@ -290,7 +290,7 @@ def test_empty_extras_are_none(tmp_path: Path) -> None:
         ({"num_bits": 8, "type": "float", "strategy": "attn_head"}, False, "attn_head"),
         ({"num_bits": 8, "type": "int"}, False, "int"),
         ({"num_bits": 4, "type": "float"}, False, "4"),
-        ({"num_bits": 8, "type": "float", "dynamic": True}, False, "8"),
+        ({"num_bits": 8, "type": "float", "dynamic": True}, False, "'dynamic': True"),
     ],
 )
 def test_kv_cache_schemes(tmp_path: Path, make: Any, scheme: Any, fp8: bool, unserved: str | None) -> None:
