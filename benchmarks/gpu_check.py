@@ -1,7 +1,8 @@
-"""Everything that is claimed of the CUDA backend's correctness and of its memory, checked on a GPU in one call.
+"""Everything that is claimed of the CUDA backend's correctness and of its memory, checked on a GPU in one
+call.
 
-Each part is a process of its own with a time limit, and writes what it found as it goes, so that one that fails, hangs
-or loses the context takes nothing with it. ``gpu_check.json`` holds them all:
+Each part is a process of its own with a time limit, and writes what it found as it goes, so that one that
+fails, hangs or loses the context takes nothing with it. ``gpu_check.json`` holds them all:
 
 - ``device_tests``: the kernels' own tests (``pytest -m gpu``)
 - ``checkpoints``: every small checkpoint against transformers' logits, and layer 0's stored bytes

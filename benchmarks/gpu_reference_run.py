@@ -1,16 +1,16 @@
 """A 27B-class model under a limit of 24 GiB, and under one of 16 GiB, on a GPU.
 
-Makes a synthetic checkpoint: 64 layers, hidden 5120, intermediate 17408, 40 heads and 8 KV heads of 128, vocabulary
-151,936, ModelOpt MIXED_PRECISION as recent checkpoints of that size are (NVFP4 MLP, FP8 attention, BF16 embedding and
-lm_head), random codes. Then, with tracing on and a KV cache of 1 GB in FP8:
+Makes a synthetic checkpoint: 64 layers, hidden 5120, intermediate 17408, 40 heads and 8 KV heads of 128,
+vocabulary 151,936, ModelOpt MIXED_PRECISION as recent checkpoints of that size are (NVFP4 MLP, FP8
+attention, BF16 embedding and lm_head), random codes. Then, with tracing on and a KV cache of 1 GB in FP8:
 
-- under ``LimitingMemoryResource`` at 24 GiB it must load and generate, and hold no more than what stays and one
-  tensor at any time of the load;
-- at 16 GiB it must fail with the request's line, a record, ``why=cap`` and levers that work, and give everything back;
-  and with the first of the levers that is enough it must load.
+- under ``LimitingMemoryResource`` at 24 GiB it must load and generate, and hold no more than what stays and
+  one tensor at any time of the load;
+- at 16 GiB it must fail with the request's line, a record, ``why=cap`` and levers that work, and give
+  everything back; and with the first of the levers that is enough it must load.
 
-Needs a CUDA device, 17 GB of disk and as much host memory. Writes ``gpu_reference_run.json`` and the traces' tails.
-``--small --device cpu`` tries it out anywhere.
+Needs a CUDA device, 17 GB of disk and as much host memory. Writes ``gpu_reference_run.json`` and the
+traces' tails. ``--small --device cpu`` tries it out anywhere.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def device_memory(device: str, allocator: str) -> Any:
 
 
 def load_peaks(house: Any) -> dict[str, Any]:
-    """From the record: what was live at most while weights were loaded, over what was resident of them by then."""
+    """From the record: what was live at most while weights were loaded, over what was resident by then."""
     live: dict[int, tuple[str, int]] = {}
     weights = scratch = most_scratch = most_blocks = most_over = 0
     loading = True
@@ -423,7 +423,7 @@ def main() -> None:
 
 
 def until_fatal(lines: list[str]) -> list[str]:
-    """The last lines before the failure, and what is said of it; not the frees of the clearing up that follows."""
+    """The last lines before the failure, and what is said of it; not the frees of the clearing up."""
     last = max((i for i, line in enumerate(lines) if line.startswith("engine-fatal")), default=len(lines) - 1)
     return lines[max(0, last - 30) : last + 4]
 

@@ -1,4 +1,6 @@
-"""A short generation on the device, for tools that watch a process: prompts of several lengths, greedy and sampled."""
+"""A short generation on the device, for tools that watch a process: prompts of several lengths, greedy and
+sampled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""After a kernel's illegal access: what the backend, the memory resources and the engine say, and what they ask.
+"""After a kernel's illegal access: what the backend, the memory resources and the engine say, and what they
+ask.
 
 Each act is a process of its own, for its context is lost. Every call of the runtime is counted.
 """

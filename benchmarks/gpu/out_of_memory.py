@@ -1,7 +1,7 @@
 """Failures of the real driver, and what the memory resources say of them.
 
-Full cards, caps, a fragmented pool, a neighbour process, an engine that does not fit; after each the device must be
-usable, and the next kernel must not be blamed.
+Full cards, caps, a fragmented pool, a neighbour process, an engine that does not fit; after each the device
+must be usable, and the next kernel must not be blamed.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def neighbour(scene: Scene) -> None:
 
 
 def engine(scene: Scene, model: Path) -> None:
-    """A KV cache beyond the card fails the load with record and levers; a smaller one then works, in one process."""
+    """A KV cache beyond the card fails the load with record and levers; in the same process a smaller one works."""
     for allocator in ("malloc", "pool"):
         name = f"{allocator}: engine"
         output = io.StringIO()
