@@ -78,7 +78,7 @@ def load_case(checkpoints: Path, name: str) -> Case:
     directory = checkpoints / model
     prompts = json.loads((directory / f"ref-{kind}.json").read_text())["prompts"]
     logits = np.load(directory / f"ref-{kind}.logits.npz")
-    return Case(directory / kind, prompts, logits, Transformer(directory / kind))
+    return Case(name, directory / kind, prompts, logits, Transformer(directory / kind))
 
 
 def bfloat16_cache(layer: int, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -170,7 +170,7 @@ def neighbour(scene: Scene) -> None:
 
 
 def engine(scene: Scene, model: Path) -> None:
-    """A KV cache beyond the card fails the load with record and levers; in the same process a smaller one works."""
+    """A KV cache beyond the card fails the load with record and levers; a smaller one then works, here."""
     for allocator in ("malloc", "pool"):
         name = f"{allocator}: engine"
         output = io.StringIO()
