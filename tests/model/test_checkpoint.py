@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,146 +13,231 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CheckpointError, UnsupportedModelError, VtserveError
-from engine.model.checkpoint import Checkpoint, resolve_model
-from engine.model.quantization.sources import linear_source
+from engine.model import files
+from engine.model.checkpoint import Checkpoint
+from engine.model.quantization.read_declaration import read_declaration
 from engine.model.read_config import read_model_config
+from engine.model.registry import model_class
+from tests.model.checkpoint_files import (
+    CONFIG,
+    NVFP4_GROUP,
+    Tensors,
+    float32,
+    read_tensors,
+    write_file,
+    write_model,
+    write_tensors,
+)
 
-GATE = "model.layers.0.mlp.gate_proj"
+FUZZ = [HealthCheck.function_scoped_fixture]
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
 def model(shared_checkpoints: Path, tmp_path: Path) -> Path:
-    """A copy to damage: ModelOpt NVFP4, gate_proj [256, 128]."""
+    """A copy to damage."""
     return Path(shutil.copytree(shared_checkpoints / "qwen2" / "NVFP4-modelopt", tmp_path / "model"))
 
 
-Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
-"""name -> (safetensors' element type, shape, bytes)"""
+def refuse(model: Path, kind: type[Exception] = CheckpointError) -> str:
+    with pytest.raises(kind) as caught:
+        Checkpoint.open(model)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < len(str(model)) + 600
+    return said
 
 
-def read_tensors(model: Path) -> Tensors:
-    checkpoint = Checkpoint.open(model)
-    return {
-        name: (stored.dtype, stored.shape, checkpoint.tensor(name).tobytes())
-        for name, stored in checkpoint.tensors.items()
-    }
+def test_a_checkpoint_says_what_it_holds(model: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        tensors = read_tensors(model)
+        assert set(checkpoint.tensors) == set(tensors)
+        assert checkpoint.nbytes == sum(len(data) for _, _, data in tensors.values())
+        assert checkpoint.largest_tensor == max(len(data) for _, _, data in tensors.values())
+        assert checkpoint.has_fp8_kv_cache
+        assert "model.embed_tokens.weight" in checkpoint
+        assert "lm_head.weight" not in checkpoint
+        below = checkpoint.below("model.layers.0.mlp.up_proj")
+        assert {name.rpartition(".")[2] for name in below} == {
+            *("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        }
+        with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight is missing"):
+            checkpoint.tensor("lm_head.weight")
 
 
-def write_tensors(file: Path, tensors: Tensors) -> None:
-    """As the format's specification says: NumPy has no FP8, so the library's own writer cannot be used."""
-    header, end = {}, 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(data)]}
-        end += len(data)
-    text = json.dumps(header).encode()
-    body = b"".join(data for _, _, data in tensors.values())
-    file.write_bytes(struct.pack("<Q", len(text)) + text + body)
+def test_views_outlive_the_checkpoint(model: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        view = checkpoint.tensor("model.norm.weight")
+        copy = view.copy()
+        checkpoint.release("model.norm.weight")
+    checkpoint.close()
+    np.testing.assert_array_equal(view, copy)
+    assert not view.flags.writeable
 
 
-def change_tensors(model: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = read_tensors(model)
-    change(tensors)
-    write_tensors(model / "model.safetensors", tensors)
+# -- shards ------------------------------------------------------------------------------------------------
 
 
-def gate(model: Path) -> Any:
-    return linear_source(Checkpoint.open(model), GATE, 256, 128)
-
-
-def test_both_conventions_of_the_global_scale_are_multipliers(shared_checkpoints: Path) -> None:
-    """ModelOpt multiplies by amax / 2688, compressed-tensors divides by 2688 / amax."""
-    ours, theirs = (
-        linear_source(Checkpoint.open(shared_checkpoints / "qwen3" / name), GATE, 256, 128)
-        for name in ("NVFP4-modelopt", "NVFP4A16-ct")
-    )
-    assert ours.global_scale == pytest.approx(theirs.global_scale, rel=0.05)
-    assert ours.global_scale < 1e-3
+def shard(model: Path, held: dict[str, Tensors], index: Any) -> Path:
+    for file, tensors in held.items():
+        write_tensors(model / file, tensors)
+    (model / "model.safetensors").unlink(missing_ok=True)
+    (model / INDEX).write_text(json.dumps(index))
+    return model
 
 
 def test_shards_are_one_checkpoint(model: Path) -> None:
     tensors = read_tensors(model)
     names = sorted(tensors)
-    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, held in files.items():
-        write_tensors(model / file, {name: tensors[name] for name in held})
-    (model / "model.safetensors").unlink()
-    index = {"weight_map": {name: file for file, held in files.items() for name in held}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    held = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    index = {"weight_map": {name: file for file, part in held.items() for name in part}}
+    shard(model, {file: {n: tensors[n] for n in part} for file, part in held.items()}, index)
     checkpoint = Checkpoint.open(model)
     assert set(checkpoint.tensors) == set(names)
     for name in names:
         assert checkpoint.tensor(name).tobytes() == tensors[name][2]
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "gone.safetensors"])
-def test_an_index_names_files_of_its_directory_only(model: Path, file: str) -> None:
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
-    with pytest.raises(CheckpointError, match=r"expected the name of a file beside it|is missing"):
-        Checkpoint.open(model)
+def test_an_index_is_read_before_a_single_file(model: Path) -> None:
+    write_tensors(model / "a.safetensors", {"x": float32(1.0)})
+    (model / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    assert set(Checkpoint.open(model).tensors) == {"x"}
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
-def test_a_global_scale_must_be_a_positive_number(model: Path, value: float) -> None:
-    stored = ("F32", (), np.float32(value).tobytes())
-    change_tensors(model, lambda tensors: tensors.update({f"{GATE}.weight_scale_2": stored}))
-    with pytest.raises(CheckpointError, match=rf"{GATE}.weight_scale_2: expected a positive number"):
-        gate(model)
+def test_the_index_decides_between_shards(tmp_path: Path) -> None:
+    """A tensor in two of them, and one that the index does not name."""
+    model = write_model(tmp_path / "m")
+    held = {
+        "a.safetensors": {"x": float32(1.0), "y": float32(2.0)},
+        "b.safetensors": {"x": float32(3.0), "unnamed": float32(4.0)},
+    }
+    shard(model, held, {"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}})
+    checkpoint = Checkpoint.open(model)
+    assert {name: float(checkpoint.tensor(name)) for name in checkpoint.tensors} == {
+        "x": 3.0,
+        "y": 2.0,
+        "unnamed": 4.0,
+    }
 
 
-@pytest.mark.parametrize("suffix", ["weight", "weight_scale", "weight_scale_2"])
-def test_a_missing_tensor_is_named(model: Path, suffix: str) -> None:
-    change_tensors(model, lambda tensors: tensors.pop(f"{GATE}.{suffix}"))
-    with pytest.raises(CheckpointError, match=rf"tensor {GATE}.{suffix} is missing"):
-        gate(model)
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\0b", 3, None, ["a"]),
+        "gone.safetensors",
+    ],
+)
+def test_an_index_names_files_of_its_directory_only(model: Path, file: Any) -> None:
+    (model / INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
+    said = refuse(model)
+    assert "expected the name of a file beside it" in said or "is missing" in said
+    assert "passwd: " not in said, "it is not even opened"
 
 
-def test_a_shape_that_contradicts_the_configuration_is_refused(model: Path) -> None:
-    stored = ("F8_E4M3", (256, 4), bytes(1024))
-    change_tensors(model, lambda tensors: tensors.update({f"{GATE}.weight_scale": stored}))
-    with pytest.raises(CheckpointError, match=r"weight_scale: expected shape \[256, 8\].*found \[256, 4\]"):
-        gate(model)
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": None}])
+def test_an_index_without_a_map(model: Path, index: Any) -> None:
+    (model / INDEX).write_text(json.dumps(index))
+    assert f"{INDEX}: weight_map: expected an object" in refuse(model)
+
+
+def test_a_tensor_that_is_not_in_its_shard(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    shard(model, {"a.safetensors": {"x": float32(1.0)}}, {"weight_map": {"y": "a.safetensors"}})
+    assert f"a.safetensors: tensor y is missing, but {INDEX} places it here" in refuse(model)
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    held = {"a.safetensors": {"x": float32(1.0)}, "b.safetensors": {"y": float32(1.0)}}
+    shard(model, held, {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
+    write_file(model / "b.safetensors", b"{", b"")
+    assert "b.safetensors: not a sound safetensors file" in refuse(model)
+
+
+# -- files -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 5000])
 def test_a_truncated_file_is_refused(model: Path, keep: int) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a sound safetensors file"):
-        Checkpoint.open(model)
+    assert "model.safetensors: not a sound safetensors file" in refuse(model)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=300))
-def test_any_bytes_are_a_checkpoint_or_an_error_of_ours(model: Path, data: bytes) -> None:
+def test_missing_files_are_named(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert f"model.safetensors: no such file, nor {INDEX}" in refuse(model)
+    (model / "config.json").unlink()
+    assert "config.json: no such file" in refuse(model)
+    assert "config.json: no such file" in refuse(model / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "not JSON"),
+        (b"[1]", "expected a JSON object, found [1]"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a": ' * 100_000, "not JSON"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"architectures": ["\\n\\u001b[31m"]}', ""),
+        (b"{} " * 9, "not JSON"),
+    ],
+)
+def test_a_config_that_is_none(model: Path, data: bytes, said: str) -> None:
+    (model / "config.json").write_bytes(data)
+    assert f"config.json: {said}" in refuse(model)
+    assert "\x1b" not in refuse(model)
+
+
+def test_a_very_large_config_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST_JSON", 1 << 20)
+    (model / "config.json").write_bytes(b" " * (2 << 20))
+    assert "config.json: larger than 1 MiB" in refuse(model)
+
+
+def test_a_faulty_generation_config_is_named(model: Path) -> None:
+    (model / "generation_config.json").write_text("{")
+    assert "generation_config.json: not JSON" in refuse(model)
+    (model / "generation_config.json").unlink()
+    assert Checkpoint.open(model).config.vocab_size == 512
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"architectures: 'GPT2LMHeadModel' is not served"):
+        model_class("GPT2LMHeadModel")
+
+
+# -- anything ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=FUZZ)
+@given(data=st.binary(max_size=300))
+def test_any_bytes_are_an_error_of_ours(model: Path, data: bytes) -> None:
     for name in ("config.json", "model.safetensors"):
         sound = (model / name).read_bytes()
         (model / name).write_bytes(data)
-        with pytest.raises(VtserveError) as caught:
-            Checkpoint.open(model)
-        assert "\n" not in str(caught.value).strip()
-        assert name in str(caught.value)
+        assert name in refuse(model, VtserveError)
         (model / name).write_bytes(sound)
 
 
-JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers())
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_an_absurd_field_is_named_or_accepted(data: st.DataObject) -> None:
-    sound = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-    }
-    field = data.draw(st.sampled_from([*sound, "rope_scaling", "head_dim", "eos_token_id", "rms_norm_eps"]))
-    raw = {**sound, field: data.draw(JSON)}
+    field = data.draw(
+        st.sampled_from(
+            [*CONFIG, "rope_scaling", "rope_parameters", "head_dim", "eos_token_id", "layer_types"]
+        )
+    )
+    raw = {**CONFIG, field: data.draw(JSON)}
     said = ""
     try:
         config = read_model_config(raw, {}, source="config.json")
@@ -162,27 +245,44 @@ def test_an_absurd_field_is_named_or_accepted(data: st.DataObject) -> None:
         said = str(error)
     if said:
         assert said.startswith("config.json: ")
+        assert "\n" not in said
     else:
         assert config.num_heads % config.num_kv_heads == 0
 
 
-def test_both_spellings_of_rope() -> None:
-    base = json.loads('{"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8,'
-                      '"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,'
-                      '"max_position_embeddings": 8}')  # fmt: skip
-    scaling = {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    }
-    old = {**base, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
-    new = {**base, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
-    assert read_model_config(old, {}, source="").rope == read_model_config(new, {}, source="").rope
-    with pytest.raises(UnsupportedModelError, match="rope_type: 'longrope'"):
-        read_model_config({**base, "rope_scaling": {"type": "longrope"}}, {}, source="config.json")
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 16}},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    "ignore": ["lm_head"],
+}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": NVFP4_GROUP},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    "ignore": ["re:.*lm_head"],
+    "sparsity_config": {},
+}
 
 
-def test_what_is_no_model_is_said() -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        resolve_model("./nowhere")
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_an_absurd_quantisation_is_named_or_accepted(data: st.DataObject) -> None:
+    sound: dict[str, Any] = json.loads(json.dumps(data.draw(st.sampled_from([MODELOPT, COMPRESSED]))))
+    place = sound
+    while True:
+        field = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[field], dict) or not place[field] or data.draw(st.booleans()):
+            break
+        place = place[field]
+    place[field] = data.draw(JSON)
+    said, formats = "", None
+    try:
+        declaration = read_declaration(Path("nowhere"), {"quantization_config": sound})
+        formats = {declaration.format_of(name) for name in ("a", "lm_head", "model.layers.0.mlp.up_proj")}
+    except CheckpointError as error:
+        said = str(error)
+    if formats is None:
+        assert said.startswith("nowhere/config.json: ")
+        assert "\n" not in said
