@@ -188,8 +188,9 @@ def _build(
     limits = plan.limits
     failures.demand = lambda: replace(demand, limits=limits, kv_blocks=plan.num_blocks)
     specs = [_with_scales(spec, loader, layer) for layer, spec in enumerate(unscaled)]
-    cache = KVCache(specs, backend, plan.num_blocks, limits.block_size)
+    cache = KVCache(specs, plan.num_blocks, limits.block_size)
     parts.callback(cache.close)
+    cache.allocate(backend)
     _log.info("%s", plan.describe(cache.nbytes, kv_dtype.label))
 
     manager = KVCacheManager(

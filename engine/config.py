@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     """sequences that run at once; None: 32 on the CPU, 64 on CUDA"""
     max_model_len: int | None = None
-    """longest prompt and output together; None: the model's, or what the KV cache holds if that is less"""
+    """longest prompt and output together; None: the model's, or what an explicit `kv_cache_memory` holds"""
     max_num_batched_tokens: int | None = None
     """tokens of one step, prefill and decode together; None: 512 on the CPU, 2048 on CUDA"""
     block_size: int = 16

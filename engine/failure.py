@@ -177,6 +177,8 @@ class FailureReporter:
         for request in record.requests:
             request.prompt = _attempt(partial(self._prompt, request), None)
         if fatal:
+            if house is not None:
+                house.stop_printing()  # what is torn down now would push the failure off the screen
             if isinstance(error, AllocationError) and house is not None and house.tracing is None:
                 self._say(_failed_line(error.request, house.gauge.device))
             separator = " threw: " if step is not None else ": "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.backend.protocol import Backend, DType, KVLayer
+from engine.backend.protocol import Backend, DType, KVLayer, Tensor
 from engine.block_pool import BlockPool
-from engine.memory.scope import memory_scope
+from engine.memory.scope import allocation_helper, memory_scope
 from engine.request import Request
 
 __all__ = [
@@ -18,6 +18,9 @@ __all__ = [
     "LayerStateSpec",
     "bytes_per_block",
 ]
+
+EmptyTensor = Callable[[tuple[int, ...], DType], Tensor]
+"""Makes an uninitialised tensor: `Backend.empty`, or what stands before it"""
 
 
 class LayerStateSpec(Protocol):
@@ -34,8 +37,8 @@ class LayerStateSpec(Protocol):
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes that a block of `block_size` tokens takes in this layer."""
 
-    def allocate(self, backend: Backend, num_blocks: int, block_size: int) -> KVLayer:
-        """The layer's tensors for `num_blocks` blocks, tagged ``kv/NAME.…``."""
+    def allocate(self, empty: EmptyTensor, num_blocks: int, block_size: int) -> KVLayer:
+        """The layer's tensors for `num_blocks` blocks, tagged ``kv/NAME.…``, each made by `empty`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +55,12 @@ class AttentionStateSpec:
     def bytes_per_block(self, block_size: int) -> int:
         return 2 * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def allocate(self, backend: Backend, num_blocks: int, block_size: int) -> KVLayer:
+    def allocate(self, empty: EmptyTensor, num_blocks: int, block_size: int) -> KVLayer:
         shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
         with memory_scope(f"kv/{self.name}.k"):
-            key = backend.empty(shape, self.dtype)
-        try:
-            with memory_scope(f"kv/{self.name}.v"):
-                value = backend.empty(shape, self.dtype)
-        except BaseException:
-            key.buffer.close()  # the traceback would keep it alive
-            raise
+            key = empty(shape, self.dtype)
+        with memory_scope(f"kv/{self.name}.v"):
+            value = empty(shape, self.dtype)
         return KVLayer(key, value, self.key_scale, self.value_scale)
 
 
@@ -71,34 +70,38 @@ def bytes_per_block(specs: Sequence[LayerStateSpec], block_size: int) -> int:
 
 
 class KVCache:
-    """The tensors of all layers, allocated once.
+    """The tensors of all layers, allocated once by `allocate`."""
 
-    Raises
-    ------
-    OutOfMemoryError
-        A layer's tensors do not fit. What was allocated before is given back.
-    """
-
-    def __init__(
-        self, specs: Sequence[LayerStateSpec], backend: Backend, num_blocks: int, block_size: int
-    ) -> None:
+    def __init__(self, specs: Sequence[LayerStateSpec], num_blocks: int, block_size: int) -> None:
+        self._specs = specs
+        self._tensors: list[Tensor] = []
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.nbytes = num_blocks * bytes_per_block(specs, block_size)
         self.layers: list[KVLayer] = []
-        try:
-            for spec in specs:
-                self.layers.append(spec.allocate(backend, num_blocks, block_size))
-        except BaseException:
-            self.close()
-            raise
+
+    def allocate(self, backend: Backend) -> None:
+        """Allocate the tensors of all layers.
+
+        Raises
+        ------
+        OutOfMemoryError
+            A layer's tensors do not fit. Those before it stay until `close`: the failure's ledger shows them.
+        """
+
+        @allocation_helper
+        def empty(shape: tuple[int, ...], dtype: DType) -> Tensor:
+            tensor = backend.empty(shape, dtype)
+            self._tensors.append(tensor)
+            return tensor
+
+        self.layers = [spec.allocate(empty, self.num_blocks, self.block_size) for spec in self._specs]
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        while self.layers:
-            layer = self.layers.pop()
-            layer.key.buffer.close()
-            layer.value.buffer.close()
+        self.layers.clear()
+        while self._tensors:
+            self._tensors.pop().buffer.close()
 
 
 class KVCacheManager:

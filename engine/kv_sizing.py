@@ -75,15 +75,15 @@ def least_blocks(config: EngineConfig, limits: EngineLimits, block_bytes: int) -
     """Blocks that will be asked for whatever else takes memory."""
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory // block_bytes
-    return limits.max_blocks_per_seq if config.max_model_len is not None else 1
+    return limits.max_blocks_per_seq
 
 
 def plan_kv_cache(config: EngineConfig, limits: EngineLimits, block_bytes: int, *, available: int) -> KVPlan:
     """How many blocks to allocate: what `--kv-cache-memory` gives, else what `available` bytes hold.
 
     In the latter case no more than `max_num_seqs` sequences of full length can use; and at least one sequence
-    of an explicit `--max-model-len`, or one block, even if that will not fit: the allocation then fails, with
-    everything that is known about it.
+    of full length even if that will not fit: the allocation then fails, with everything that is known about
+    it. A length that was silently cut would fail later, in somebody's long request.
     """
     num_blocks = least_blocks(config, limits, block_bytes)
     if config.kv_cache_memory is None:
@@ -97,8 +97,7 @@ def plan_kv_cache(config: EngineConfig, limits: EngineLimits, block_bytes: int, 
 def _shorten(limits: EngineLimits, tokens: int) -> EngineLimits:
     shorter = min(tokens, limits.max_model_len)
     _log.warning(
-        "max_model_len is %s, not the model's %s: that is what the KV cache holds; "
-        "--max-model-len, --kv-cache-memory and --gpu-memory-utilization change it",
+        "max_model_len is %s, not the model's %s: that is what --kv-cache-memory holds",
         f"{shorter:,}",
         f"{limits.max_model_len:,}",
     )

@@ -127,13 +127,12 @@ def _less_kv(demand: MemoryDemand, lacking: int) -> Iterator[Lever]:
             frees = demand.kv - size
             yield Lever(flag="--kv-cache-memory", value=text, frees=frees, enough=frees >= lacking)
         return
-    if config.max_model_len is not None:
-        blocks = (demand.kv - lacking) // demand.kv_block
-        blocks = max(min(blocks, limits.max_blocks_per_seq - 1), 1)
-        frees = demand.kv - blocks * demand.kv_block
-        if frees > 0:
-            length = str(blocks * limits.block_size)
-            yield Lever(flag="--max-model-len", value=length, frees=frees, enough=frees >= lacking)
+    blocks = (demand.kv - lacking) // demand.kv_block
+    blocks = max(min(blocks, limits.max_blocks_per_seq - 1), 1)
+    frees = demand.kv - blocks * demand.kv_block
+    if frees > 0:
+        length = str(blocks * limits.block_size)
+        yield Lever(flag="--max-model-len", value=length, frees=frees, enough=frees >= lacking)
     if demand.kv_dtype is not DType.FLOAT8_E4M3:
         frees = demand.kv - demand.kv // demand.kv_dtype.itemsize
         yield Lever(flag="--kv-cache-dtype", value="fp8", frees=frees, enough=frees >= lacking)

@@ -176,6 +176,11 @@ class MemoryHouse:
             piece = reader.last(count)
             return [format_line(event, reader.header.device) for event in piece.events()]
 
+    def stop_printing(self) -> None:
+        """Record, but print no more: after a fatal failure its lines must stay the last. Idempotent."""
+        if self.lines is not None:
+            self.lines.close()
+
     def close(self) -> None:
         """Close the recorder and stop printing. Buffers may still be freed afterwards. Idempotent."""
         if self.recorder is not None:

@@ -151,7 +151,7 @@ def test_what_does_not_fit_the_share_fails_as_a_cap(tmp_path: Path, model: str) 
 
 def test_a_resource_that_was_handed_in_is_used_up_to_its_cap(tmp_path: Path, model: str) -> None:
     host = HostMemoryResource(1 << 30)
-    flags: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    flags: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 64}
     start = Start(tmp_path, model, memory=LimitingMemoryResource(host, 16 << 20), **flags)
     assert start.engine is not None
     assert (4 << 20) < host.live <= 0.9 * (16 << 20)
@@ -300,3 +300,14 @@ def test_a_step_that_needs_more_than_there_is(tmp_path: Path, model: str) -> Non
         tokens += [token for update in engine.core.step().updates for token in update.new_token_ids]
     assert len(tokens) == 4
     start.close()
+
+
+def test_a_fatal_failures_lines_are_the_last_ones(tmp_path: Path, model: str) -> None:
+    """Everything is printed while little memory is free: the teardown would push them off the screen."""
+    start = Start(tmp_path, model, trace=TraceSettings(trace=True), memory=HostMemoryResource(6 << 20))
+    record = start.record()
+    assert record.allocation is not None
+    assert record.ledger is not None
+    assert record.ledger["free"] == record.allocation["free"], "the ledger is that of the failure"
+    assert any(line.startswith("[host-alloc] FAILED") for line in start.lines[-5:]), start.lines[-5:]
+    assert start.lines[-1].startswith("engine-fatal: ")

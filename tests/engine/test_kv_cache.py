@@ -25,7 +25,8 @@ def test_bytes_per_block_is_what_is_allocated() -> None:
     memory = StatisticsMemoryResource(HostMemoryResource(1 << 24))
     backend: Any = FakeBackend(memory)
     assert bytes_per_block(SPECS, 16) == BLOCK
-    cache = KVCache(SPECS, backend, 5, 16)
+    cache = KVCache(SPECS, 5, 16)
+    cache.allocate(backend)
     assert cache.nbytes == memory.live == 5 * BLOCK
     assert set(memory.live_by_tag()) == {f"kv/model.layers.{i}.{side}" for i in range(4) for side in "kv"}
     layer = cache.layers[2]
@@ -43,13 +44,16 @@ def test_wider_elements_take_more_bytes() -> None:
         assert bytes_per_block([spec] * 4, 16) == width * BLOCK
 
 
-def test_a_cache_that_does_not_fit_gives_back_what_it_got() -> None:
+def test_a_cache_that_does_not_fit_keeps_what_it_got_for_the_ledger_and_gives_it_back() -> None:
     host = HostMemoryResource(1 << 24)
     memory = FaultInjectingMemoryResource(host, [Fault(tag="kv/model.layers.3.v")])
     backend: Any = FakeBackend(memory)
+    cache = KVCache(SPECS, 5, 16)
     with pytest.raises(OutOfMemoryError) as caught:
-        KVCache(SPECS, backend, 5, 16)
+        cache.allocate(backend)
     assert caught.value.tag == "kv/model.layers.3.v"
+    assert host.live == 5 * BLOCK * 7 // 8
+    cache.close()
     assert host.live == 0
 
 
@@ -73,24 +77,26 @@ def test_without_it_the_cache_takes_what_is_left_but_no_more_than_the_sequences_
     assert plan(10**9, LIMITS).num_blocks == 4 * 16
 
 
-def test_a_length_that_was_not_asked_for_shrinks_with_a_line_in_the_log(
+def test_memory_that_was_asked_for_shortens_the_models_length_with_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "engine.kv_sizing"):
-        derived = plan(5_999, LIMITS)
         given = plan(0, LIMITS, kv_cache_memory=3_000)
-    assert (derived.num_blocks, derived.limits.max_model_len) == (5, 20)
     assert (given.num_blocks, given.limits.max_model_len) == (3, 12)
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        "max_model_len is 20, not the model's 64",
-        "max_model_len is 12, not the model's 64",
+    assert [record.message for record in caplog.records] == [
+        "max_model_len is 12, not the model's 64: that is what --kv-cache-memory holds"
     ]
 
 
+def test_what_is_left_never_shortens_it() -> None:
+    """The allocation is made all the same, and fails with its tag and its reason."""
+    for available in (5_999, -5):
+        derived = plan(available, LIMITS)
+        assert (derived.num_blocks, derived.limits.max_model_len) == (16, 64)
+
+
 def test_a_length_that_was_asked_for_is_kept_or_refused() -> None:
-    # Nothing left: the allocation is made all the same, and fails with its tag and its reason.
     assert plan(-5, LIMITS, max_model_len=64).num_blocks == 16
-    assert plan(-5, LIMITS).num_blocks == 1
     with pytest.raises(ConfigurationError) as caught:
         plan(0, LIMITS, max_model_len=64, kv_cache_memory=15_999)
     assert str(caught.value) == (

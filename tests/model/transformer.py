@@ -133,9 +133,9 @@ class Transformer:
     ) -> Run:
         """All positions of one sequence. Attention sees what `rounding` makes of keys and values.
 
-        `activation` is applied wherever a backend stores activations between operations: after norms, products
-        (before the rotation of keys, which go to the cache as they are, and after that of queries), attention,
-        SwiGLU, and each addition to the residual.
+        `activation` is applied wherever a backend stores activations between operations: after norms, after
+        products (before the rotation of keys, which go to the cache as they are, and after that of queries),
+        attention, SwiGLU, and each addition to the residual.
         """
         embeddings = self.tensor("model.embed_tokens.weight").astype(np.float64)
         x = embeddings[list(token_ids)]
