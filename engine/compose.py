@@ -18,7 +18,7 @@ from engine.config import EngineConfig, EngineLimits
 from engine.core import EngineCore
 from engine.devices import choose_device
 from engine.errors import CheckpointError, ConfigurationError
-from engine.failure import FailureReporter, failure_directory
+from engine.failure import FailureRecord, FailureReporter, failure_directory
 from engine.injected import adopt
 from engine.kv_cache import AttentionStateSpec, KVCache, KVCacheManager, bytes_per_block
 from engine.kv_sizing import KVPlan, fit_length, least_blocks, plan_kv_cache
@@ -78,6 +78,7 @@ def build_engine(
     environ: Mapping[str, str],
     memory: MemoryResource | None = None,
     progress: Progress | None = None,
+    on_failure: Callable[[FailureRecord], None] | None = None,
 ) -> Engine:
     """Load the model of `config` and make everything around it.
 
@@ -93,6 +94,8 @@ def build_engine(
         The device's memory; None: the device's own resource.
     progress
         Told of the load, tensor by tensor.
+    on_failure
+        Told of each failure record.
 
     Raises
     ------
@@ -103,6 +106,8 @@ def build_engine(
         given back.
     """
     failures = FailureReporter(failure_directory(config, environ), config, output=output)
+    if on_failure is not None:
+        failures.on_record = on_failure
     parts = ExitStack()
     try:
         return _build(config, parts, failures, trace, output, environ, memory, progress)

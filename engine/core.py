@@ -162,7 +162,8 @@ class EngineCore:
         try:
             while self._take_messages(inbox, outbox):
                 outputs = self.step()
-                if outputs.updates:
+                # A step that only computed a part of a prompt is told too: somebody may watch for progress.
+                if outputs.updates or outputs.stats.prefill_tokens or outputs.stats.decode_tokens:
                     outbox.put(outputs)
         except EngineDeadError:
             if self.failure is not None:

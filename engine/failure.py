@@ -61,8 +61,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     request_id: str
     prompt_tokens: int
     output_tokens: int
-    computed_tokens: int
-    blocks: int
+    computed_tokens: int | None = None
+    """with K and V in the cache; None if only the engine that died knew"""
+    blocks: int | None = None
+    """of the KV cache; None likewise"""
     params: SamplingParams
     prompt_token_ids: list[int] | None = None
     """only where prompts are recorded"""
@@ -128,6 +130,8 @@ class FailureReporter:
     house, demand, decode
         Set as the engine is built, as far as it came: the memory house, what the engine needs, and how to
         turn prompt tokens into text. `demand` is called when memory ran out.
+    on_record
+        Told of each record, after it was written.
     """
 
     def __init__(self, directory: Path, config: EngineConfig, *, output: TextIO) -> None:
@@ -137,6 +141,7 @@ class FailureReporter:
         self.house: MemoryHouse | None = None
         self.demand: Callable[[], MemoryDemand] | None = None
         self.decode: Callable[[Sequence[int]], str] | None = None
+        self.on_record: Callable[[FailureRecord], None] = lambda record: None
 
     def report(
         self,
@@ -148,24 +153,9 @@ class FailureReporter:
         requests: Sequence[RequestRecord] = (),
     ) -> FailureRecord:
         """Record that `error` was thrown while `doing`. Never raises."""
-        now = datetime.now(UTC)
-        record = FailureRecord(
-            id=f"{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}",
-            time=now.isoformat(timespec="milliseconds"),
-            fatal=fatal,
-            doing=doing,
-            what=summarize_error(error),
-            exception=ExceptionRecord(
-                type=f"{type(error).__module__}.{type(error).__qualname__}",
-                message=str(error),
-                traceback=traceback.format_exception(error),
-            ),
-            step=step,
-            requests=list(requests),
-            config=self.config,
-            versions=_versions(),
-            pid=os.getpid(),
-        )
+        record = self.begin(error, doing=doing, fatal=fatal)
+        record.step = step
+        record.requests = list(requests)
         if isinstance(error, AllocationError):
             record.allocation = error.request.to_dict()
             record.levers = _attempt(lambda: self._levers(error), [])
@@ -176,17 +166,42 @@ class FailureReporter:
             record.trace = _attempt(lambda: house.last_lines(_TRACE_LINES), [])
         for request in record.requests:
             request.prompt = _attempt(partial(self._prompt, request), None)
-        if fatal:
-            if house is not None:
-                house.stop_printing()  # what is torn down now would push the failure off the screen
-            if isinstance(error, AllocationError) and house is not None and house.tracing is None:
+        if fatal and house is not None:
+            house.stop_printing()  # what is torn down now would push the failure off the screen
+            if isinstance(error, AllocationError) and house.tracing is None:
                 self._say(_failed_line(error.request, house.gauge.device))
-            separator = " threw: " if step is not None else ": "
-            self._say(f"engine-fatal: {doing}{separator}{record.what}")
-            if record.allocation is not None:
+        self.publish(record)
+        return record
+
+    def begin(self, error: BaseException, *, doing: str, fatal: bool) -> FailureRecord:
+        """A record that has nothing but the exception in it, for somebody who was not there to fill in."""
+        now = datetime.now(UTC)
+        return FailureRecord(
+            id=f"{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}",
+            time=now.isoformat(timespec="milliseconds"),
+            fatal=fatal,
+            doing=doing,
+            what=summarize_error(error),
+            exception=ExceptionRecord(
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=str(error),
+                traceback=traceback.format_exception(error),
+            ),
+            config=self.config,
+            versions=_versions(),
+            pid=os.getpid(),
+        )
+
+    def publish(self, record: FailureRecord) -> None:
+        """Say what a fatal `record` tells, write it, and hand it on. Never raises."""
+        if record.fatal:
+            separator = " threw: " if record.step is not None else ": "
+            self._say(f"engine-fatal: {record.doing}{separator}{record.what}")
+            if record.allocation is not None and record.allocation.get("error"):
                 self._say(f"engine-fatal: {describe_levers(record.levers)}")
         self._write(record)
-        return record
+        with suppress(Exception):
+            self.on_record(record)
 
     def dead(self, record: FailureRecord) -> EngineDeadError:
         """The error for whoever asks more of the engine."""
