@@ -14,6 +14,7 @@
     └── EngineError
         ├── DeviceError             a call of the device's failed: a launch, a copy, a compilation
         │   └── DeviceLostError     so did the context; only a new process goes on
+        ├── EngineLostError         the engine's process ended or hung without saying why
         └── EngineDeadError         the engine stopped; nothing more can be asked of it
 
 Every message is one line that names the file, field or flag and what was expected.
@@ -30,6 +31,7 @@ __all__ = [
     "DeviceLostError",
     "EngineDeadError",
     "EngineError",
+    "EngineLostError",
     "RequestError",
     "UnsupportedModelError",
     "VtserveError",
@@ -82,6 +84,10 @@ class DeviceLostError(DeviceError):
     What `StickyDeviceError` is to a request for memory. No further CUDA call is made; only a new process goes
     on.
     """
+
+
+class EngineLostError(EngineError):
+    """The engine's process ended, or hung and was killed, without a word."""
 
 
 class EngineDeadError(EngineError):

@@ -164,13 +164,11 @@ class FailureReporter:
             record.ledger = _attempt(lambda: house.ledger("at failure").to_dict(), None)
             record.statistics = _attempt(house.statistics_dict, None)
             record.trace = _attempt(lambda: house.last_lines(_TRACE_LINES), [])
-        for request in record.requests:
-            request.prompt = _attempt(partial(self._prompt, request), None)
         if fatal and house is not None:
             house.stop_printing()  # what is torn down now would push the failure off the screen
             if isinstance(error, AllocationError) and house.tracing is None:
                 self._say(_failed_line(error.request, house.gauge.device))
-        self.publish(record)
+        self.publish(record, verb=None if step is None else "threw")
         return record
 
     def begin(self, error: BaseException, *, doing: str, fatal: bool) -> FailureRecord:
@@ -192,10 +190,15 @@ class FailureReporter:
             pid=os.getpid(),
         )
 
-    def publish(self, record: FailureRecord) -> None:
-        """Say what a fatal `record` tells, write it, and hand it on. Never raises."""
+    def publish(self, record: FailureRecord, *, verb: str | None) -> None:
+        """Say what a fatal `record` tells, write it, and hand it on. Never raises.
+
+        `verb` is what the busy loop did; None if it was not there yet.
+        """
+        for request in record.requests:
+            request.prompt = _attempt(partial(self._prompt, request), None)
         if record.fatal:
-            separator = " threw: " if record.step is not None else ": "
+            separator = ": " if verb is None else f" {verb}: "
             self._say(f"engine-fatal: {record.doing}{separator}{record.what}")
             if record.allocation is not None and record.allocation.get("error"):
                 self._say(f"engine-fatal: {describe_levers(record.levers)}")

@@ -1,7 +1,8 @@
 """The engine's process: builds the engine that it is told to, serves it, and ends with whoever started it.
 
-Started as ``python -m engine.process FD``; ``FD`` is its end of a socket pair that speaks `engine.wire`. It
-outlives nobody: when the other end closes, whichever way that process ended, it is killed.
+Started as ``python -m engine.process SOCKET STACKS``: descriptors of its end of a socket pair that speaks
+`engine.wire`, and of a file that takes the stacks of all threads at each SIGUSR1. It outlives nobody: when
+the other end closes, whichever way that process ended, it ends too.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _IDLE_REPORT_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
 
 
-def run_engine(descriptor: int, *, build: Callable[..., Engine] = build_engine) -> int:
-    """Serve over the socket `descriptor` until told to stop.
+def run_engine(descriptor: int, stacks: int, *, build: Callable[..., Engine] = build_engine) -> int:
+    """Serve over the socket `descriptor` until told to stop. At SIGUSR1 threads' stacks go to `stacks`.
 
     Parameters
     ----------
@@ -71,7 +72,7 @@ def run_engine(descriptor: int, *, build: Callable[..., Engine] = build_engine) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The watching process asks a process that hangs for its stacks.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     wire = _Wire(socket.socket(fileno=descriptor))
     inbox: queue.SimpleQueue[IntoEngine] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(wire, inbox), name="inbox", daemon=True).start()
@@ -192,4 +193,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_engine(int(sys.argv[1])))
+    sys.exit(run_engine(int(sys.argv[1]), int(sys.argv[2])))
