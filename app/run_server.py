@@ -103,7 +103,6 @@ async def run_server(
         say(f"Error: {client.refusal.text}")
         return 2 if client.refusal.is_usage else 1
     if status == 1 and (failure := client.failures.last) is not None:
-        say(
-            f"Error: the engine stopped and is not started again; failure record: {failure.path or failure.id}"
-        )
+        where = failure.path or failure.id
+        say(f"Error: the engine stopped and is not started again; failure record: {where}")
     return status
