@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from app.engine_process import ENGINE_COMMAND, EngineProcess, describe_exit
+from app.engine_process import EngineCommand, EngineProcess, describe_exit
 from app.failure_store import FailureStore
 from app.post_mortem import LastKnown, kernel_kills, post_mortem
 from app.request_table import RequestTable
@@ -64,8 +64,7 @@ class ClientSettings:
     """sequences that may wait beyond those that run at once"""
     shutdown_patience: float = 5.0
     """seconds for it to end when it is told to"""
-    command: Sequence[str] = ENGINE_COMMAND
-    """starts the process; the descriptors of its socket and of its stacks' file follow"""
+    command: EngineCommand = field(default_factory=EngineCommand)
 
 
 class EngineClient:

@@ -11,6 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,18 @@ from anyio.abc import SocketStream
 import engine
 from engine.wire import IntoEngine, OutOfEngine, StartEngine, encode_frame, from_engine
 
-__all__ = ["ENGINE_COMMAND", "EngineProcess", "describe_exit"]
+__all__ = ["EngineCommand", "EngineProcess", "describe_exit"]
 
-ENGINE_COMMAND: Sequence[str] = (sys.executable, "-P", "-m", "engine.process")
-"""The descriptor of its socket follows. ``-P``: a folder called ``engine`` where the server was started is
-not ours."""
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What starts an engine's process. The descriptors of its socket and of its stacks' file follow.
+
+    ``-P``: a folder called ``engine`` where the server was started is not ours.
+    """
+
+    arguments: Sequence[str] = (sys.executable, "-P", "-m", "engine.process")
+
 
 _STACK_SECONDS = 2.0
 _STACK_POLL_SECONDS = 0.05
@@ -50,7 +58,7 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, message: StartEngine, *, command: Sequence[str], environ: Mapping[str, str]
+        cls, message: StartEngine, *, command: EngineCommand, environ: Mapping[str, str]
     ) -> EngineProcess:
         """Start a child and send it `message`.
 
@@ -65,7 +73,7 @@ class EngineProcess:
         try:
             with theirs:
                 process = await anyio.open_process(
-                    [*command, str(theirs.fileno()), str(stacks)],
+                    [*command.arguments, str(theirs.fileno()), str(stacks)],
                     stdin=subprocess.DEVNULL,
                     stdout=_descriptor(sys.stderr),
                     stderr=None,

@@ -197,6 +197,7 @@ def serve(
     from app.cli.progress import ProgressBar
     from app.demo_model import ensure_demo_model
     from app.engine_client import ClientSettings
+    from app.engine_process import EngineCommand
     from app.run_server import ServeSettings, run_server
     from app.server import ServerSettings
     from app.serving import bind
@@ -209,6 +210,7 @@ def serve(
         max_restarts=supervision.pop("max_engine_restarts"),
         engine_timeout=supervision.pop("engine_timeout"),
         max_queued=supervision.pop("max_queued_requests"),
+        command=click.get_current_context().find_object(EngineCommand) or EngineCommand(),
     )
     config = EngineConfig.from_flags(model=wanted or DEMO_MODEL, **model, **engine, **supervision, **failure)
     names = server["served_model_name"] or [wanted or DEMO_MODEL]

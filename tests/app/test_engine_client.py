@@ -17,6 +17,7 @@ import anyio
 import pytest
 
 from app.engine_client import ClientSettings, EngineClient
+from app.engine_process import EngineCommand
 from app.serving_engine import EngineState, QueueFullError
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, RequestError
@@ -27,7 +28,7 @@ from engine.outputs import CompletionDelta
 from engine.sampling_params import SamplingParams
 from tests import faulty_engine
 
-FAULTY = (sys.executable, "-P", "-m", "tests.faulty_engine")
+FAULTY = EngineCommand([sys.executable, "-P", "-m", "tests.faulty_engine"])
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8}
 
 
@@ -335,7 +336,7 @@ async def test_memory_that_the_load_lacks(start: Start) -> None:
 
 
 async def test_a_death_in_the_load(start: Start) -> None:
-    async with start(command=(*FAULTY, "--kill-in-load"), max_restarts=0) as handle:
+    async with start(command=EngineCommand([*FAULTY.arguments, "--kill-in-load"]), max_restarts=0) as handle:
         with anyio.fail_after(60):
             await handle.client.exhausted.wait()
         record = handle.record()
