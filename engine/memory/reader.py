@@ -154,6 +154,11 @@ class FlightRecorderReader:
         return self._counter(CLOSED_AT)
 
     @property
+    def newest(self) -> int:
+        """Index of the newest record; 0 if there is none."""
+        return self._held()[1]
+
+    @property
     def replaced(self) -> bool:
         """Whether the path now holds another trace: the writer was started again."""
         if self.path is None:
@@ -321,6 +326,21 @@ class TraceCursor:
         self._reader = reader
         self._next = max(start, 1)
         self._open: set[int] = set()
+
+    @property
+    def settled(self) -> int:
+        """Everything up to this index has been given, or is lost."""
+        return min(self._open, default=self._next) - 1
+
+    @property
+    def newest(self) -> int:
+        """The newest index seen, with or without an outcome."""
+        return self._next - 1
+
+    @property
+    def open(self) -> frozenset[int]:
+        """Indices of the requests seen without an outcome."""
+        return frozenset(self._open)
 
     def advance(self) -> TraceSlice:
         """What is new. Never waits for the writer."""

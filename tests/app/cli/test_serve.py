@@ -190,6 +190,56 @@ def test_a_second_signal_ends_everything_at_once(start: Start) -> None:
     assert not is_alive(engine)
 
 
+def test_it_outlives_its_engine_until_no_restart_is_left(start: Start) -> None:
+    server = start("--max-engine-restarts", "1")
+    for turn in range(2):
+        [engine] = server.engines()
+        stream = server.client.completions.create(
+            model="tiny",
+            prompt=[faulty_engine.SLOW],
+            max_tokens=400,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(openai.APIError) as ended:
+            list(stream)
+        body: Any = ended.value.body
+        failure_id = body["failure_id"]
+        assert failure_id in str(ended.value)
+        if turn == 0:
+            health = httpx.get(f"{server.url}/health")
+            assert health.status_code == 503
+            assert failure_id in health.text
+            record = httpx.get(f"{server.url}/debug/alloc/failures/{failure_id}").json()
+            assert "SIGKILL" in record["what"]
+            server.wait_ready()
+    status, said = server.end()
+    assert status == 1
+    assert said.count("engine-fatal: EngineCore busy loop ended: ") == 2
+    assert "Error: the engine stopped and is not started again; failure record: " in said
+
+
+def test_memory_that_the_load_lacks_is_served_as_a_record(start: Start) -> None:
+    server = start("--device-memory", "20MiB", "--max-engine-restarts", "1", "--alloc-trace", ready=False)
+    for _ in range(600):
+        failures = httpx.get(f"{server.url}/debug/alloc/failures").json()["failures"]
+        if failures:
+            break
+        time.sleep(0.05)
+    assert failures[0]["why"] == "full"
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    record = httpx.get(f"{server.url}/debug/alloc/failures/{failures[0]['id']}").json()
+    assert record["levers"]
+    assert record["allocation"]["tag"].startswith("kv/")
+    assert any("FAILED" in line for line in record["trace"])
+    assert "FAILED" in httpx.get(f"{server.url}/debug/alloc").text, "it works while the engine is dead"
+    status, said = server.end()
+    assert status == 1
+    assert said.count("engine-fatal: to make it fit: ") == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "expected"),
     [
