@@ -1,5 +1,6 @@
 # Two commands are all that a fresh clone needs: `make generate` and `make test`.
 #
+#   make serve
 #   make generate ARGS='--prompt "Once upon a time" --max-tokens 40 --stream'
 #   make PYTHON=/opt/python3.12/bin/python3 install
 
@@ -13,6 +14,7 @@ DEMO := --prompt "The capital of France is" --max-tokens 16
 .PHONY: help
 help:
 	@echo "make generate   answer a prompt with a small real model (ARGS='--prompt …' for another)"
+	@echo "make serve      serve the small model on http://127.0.0.1:8000, tracing on (ARGS='MODEL --port …')"
 	@echo "make test       run every test (ARGS='tests/memory -x' for some)"
 	@echo "make check      ruff and mypy"
 	@echo "make bench      run the benchmarks"
@@ -33,6 +35,10 @@ FORCE:
 .PHONY: generate
 generate: $(INSTALLED)
 	@$(BIN)/vtserve generate $(or $(ARGS),$(DEMO))
+
+.PHONY: serve
+serve: $(INSTALLED)
+	@exec $(BIN)/vtserve serve --alloc-trace $(ARGS)
 
 .PHONY: test
 test: $(INSTALLED)
