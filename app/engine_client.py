@@ -78,6 +78,8 @@ class EngineClient:
         The child's environment; also tells where failure records go.
     output
         Takes ``engine-fatal`` lines of engines that could not say them.
+    say
+        Takes lines for a person: when an engine is ready, and when another is made.
     progress
         Told of each load, tensor by tensor.
 
@@ -101,6 +103,7 @@ class EngineClient:
         *,
         environ: Mapping[str, str],
         output: TextIO,
+        say: Callable[[str], None] = lambda line: None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.failures = FailureStore()
@@ -111,6 +114,7 @@ class EngineClient:
         self._trace = trace
         self._settings = settings
         self._environ = environ
+        self._say = say
         self._progress = progress
         self._tokenizer = tokenizer
         self._table = RequestTable(tokenizer, max_queued=settings.max_queued)
@@ -247,7 +251,8 @@ class EngineClient:
                     self.exhausted.set()
                     return
                 pause = min(_PAUSE * 2 ** (self.generation - 1), _LONGEST_PAUSE)
-                _log.warning("the engine is started again in %g s", pause)
+                turn = f"{self.generation} of {self._settings.max_restarts}"
+                self._say(f"the engine is started again in {pause:g} s ({turn})")
                 await anyio.sleep(pause)
         finally:
             self._ended.set()
@@ -313,7 +318,7 @@ class EngineClient:
             case MemoryReport(ledger, statistics):
                 self._ledger, self._statistics = ledger, statistics
             case EngineReady(limits, summary):
-                _log.info("%s", summary)
+                self._say(f"ready: {summary}")
                 self._limits, self._state, self._was_ready = limits, EngineState.READY, True
                 for core in self._table.to_run():
                     child.send(core)

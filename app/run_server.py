@@ -75,6 +75,7 @@ async def run_server(
         settings.client,
         environ=environ,
         output=output,
+        say=say,
         progress=progress,
     )
     service = Service(
