@@ -1,9 +1,9 @@
 """Two hundred streaming clients, some of which go away, and an engine that is killed three times.
 
 For ``--seconds`` clients ask for completions of random lengths; one in five leaves after some tokens. Then
-the engine is killed with SIGKILL three times while they go on. Counted is what must be zero: requests without an
-answer (a finish reason, or an error that says why), blocks still held at the end, processes left behind. And
-resident memory: of the server, from the first quarter to the last of the quiet part. Prints a table and
+the engine is killed with SIGKILL three times while they go on. Counted is what must be zero: requests without
+an answer (a finish reason, or an error that says why), blocks still held at the end, processes left behind.
+And the server's resident memory, from the first quarter of the quiet part to the last. Prints a table and
 writes ``benchmarks/results/server_soak.json``.
 
     python benchmarks/server_soak.py --model path/to/checkpoint
