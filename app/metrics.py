@@ -159,7 +159,7 @@ class _EngineCollector(Collector):
         other = GaugeMetricFamily(
             "vtserve_memory_overhead_bytes", "Bytes that no tag has, by what they are.", labels=["what"]
         )
-        for what in ("pool_slack", "rounding", "context", "library", "other_processes", "residual"):
+        for what in ("pool_slack", "rounding", "context", "library", "other_processes", "bypass", "residual"):
             other.add_metric([what], ledger[what])
         yield other
         yield GaugeMetricFamily("vtserve_memory_total_bytes", "The device's memory.", value=ledger["total"])

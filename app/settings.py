@@ -70,6 +70,7 @@ def trace_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Trac
         "low_free_bytes": _mebibytes(flags["alloc_trace_low_free_mib"]),
         "file": Path(flags["alloc_trace_file"]) if flags["alloc_trace_file"] else None,
         "records": flags["alloc_trace_records"],
+        "observe": flags["alloc_observe"],
     }
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     if not settings.trace:

@@ -150,7 +150,7 @@ def _build(
     limits = fit_length(config, limits, block_bytes)
 
     if memory is None:
-        memory = device.open_memory()
+        memory = device.open_memory(observe=trace.observe)
         if (close := getattr(memory, "close", None)) is not None:
             parts.callback(close)
     upstream, gauge = adopt(memory, device.capacity)

@@ -27,8 +27,8 @@ class Device(Protocol):
     capacity: int
     """bytes that an injected resource is taken to have, if it cannot tell"""
 
-    def open_memory(self) -> MemoryResource:
-        """The device's own resource."""
+    def open_memory(self, *, observe: bool = False) -> MemoryResource:
+        """The device's own resource; with `observe`, one that learns of memory that goes past it."""
 
     def can_use(self, memory: MemoryResource) -> bool:
         """Whether the backend can read and write what `memory` hands out."""
@@ -46,7 +46,7 @@ class CpuDevice:
         self.capacity = config.device_memory or host_capacity()
         self._threads = config.threads
 
-    def open_memory(self) -> MemoryResource:
+    def open_memory(self, *, observe: bool = False) -> MemoryResource:
         return HostMemoryResource(self.capacity)
 
     def can_use(self, memory: MemoryResource) -> bool:
@@ -79,12 +79,12 @@ class GpuDevice:
         self._allocator = config.cuda_allocator
         self._cache = _cache_directory(environ) / "kernels"
 
-    def open_memory(self) -> MemoryResource:
+    def open_memory(self, *, observe: bool = False) -> MemoryResource:
         from engine.memory.cuda.opening import open_cuda_memory
         from engine.memory.cuda.runtime import CudaCallError
 
         try:
-            return open_cuda_memory(self._allocator, self._index)
+            return open_cuda_memory(self._allocator, self._index, observe=observe)
         except CudaCallError as error:
             raise ConfigurationError(f"--device cuda: the GPU cannot be used: {error}") from error
 

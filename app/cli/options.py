@@ -375,6 +375,12 @@ trace_flags = flag_group(
             help="Count allocations and bytes by tag; a table at the end.",
         ),
         Flag(
+            ["--alloc-observe/--no-alloc-observe"],
+            group=TRACE,
+            default=None,
+            help="On CUDA: find memory that goes past the allocator.",
+        ),
+        Flag(
             ["--alloc-trace-min-mib"],
             group=TRACE,
             type=Number(min=0),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import warnings
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cuda.core import Stream
 
 __all__ = [
+    "BypassReporter",
     "DeviceGauge",
     "ForeignMemoryResource",
     "MemoryDeallocationWarning",
@@ -49,10 +51,13 @@ class Overheads:
     library: int = 0
     """modules and libraries' own allocations"""
     other_processes: int = 0
+    bypass: int = 0
+    """this process's, past the allocator: known only where the device is observed"""
 
     @property
     def total(self) -> int:
-        return self.pool_slack + self.rounding + self.context + self.library + self.other_processes
+        ours = self.pool_slack + self.rounding + self.context + self.library + self.bypass
+        return ours + self.other_processes
 
 
 @runtime_checkable
@@ -81,6 +86,14 @@ class DeviceGauge(Protocol):
 
     def last_retries(self) -> int:
         """How often the calling thread's last request was asked again before it got its outcome."""
+
+
+@runtime_checkable
+class BypassReporter(Protocol):
+    """A gauge that may learn of device memory which went past every resource."""
+
+    def report_bypasses(self, listener: Callable[[int, str], None]) -> None:
+        """Have `listener` called with the bytes and the description of each, once."""
 
 
 class PointerResource(MemoryResource):

@@ -12,6 +12,7 @@ Each floor is built only if it is asked for. With nothing on, `MemoryHouse.resou
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Self, TextIO
 
 from cuda.core import MemoryResource
@@ -22,10 +23,10 @@ from engine.memory.adaptors import (
     TracingMemoryResource,
     gauge_of,
 )
-from engine.memory.base import DeviceGauge
+from engine.memory.base import BypassReporter, DeviceGauge
 from engine.memory.ledger import Ledger
 from engine.memory.lines import LineWriter, format_line
-from engine.memory.record import TraceHeader
+from engine.memory.record import EventKind, TraceHeader
 from engine.memory.recorder import FlightRecorder
 from engine.memory.settings import TraceSettings
 
@@ -126,6 +127,8 @@ class MemoryHouse:
                 min_bytes=settings.min_bytes,
                 low_free_bytes=settings.low_free_bytes,
             )
+            if isinstance(gauge, BypassReporter):
+                gauge.report_bypasses(partial(_note_bypass, tracing))
         return cls(
             resource,
             gauge,
@@ -187,3 +190,8 @@ class MemoryHouse:
             self.recorder.close()
         if self.lines is not None:
             self.lines.close()
+
+
+def _note_bypass(tracing: TracingMemoryResource, size: int, text: str) -> None:
+    if not tracing.recorder.closed:
+        tracing.note(text, kind=EventKind.BYPASS, size=size)

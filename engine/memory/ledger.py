@@ -2,7 +2,7 @@
 
 ::
 
-    total = free + Σ tags + pool slack + rounding + context + library + other processes + residual
+    total = free + Σ tags + pool slack + rounding + context + library + other processes + bypass + residual
 
 All are signed. The residual is what the other entries leave over. It is shown, never hidden.
 """
@@ -34,6 +34,8 @@ class Ledger:
     context: int = 0
     library: int = 0
     other_processes: int = 0
+    bypass: int = 0
+    """went past the allocator; 0 where nobody observes the device"""
     moment: str = ""
     """when it was taken: ``after load``, ``at failure``"""
     device: str = "host"
@@ -62,6 +64,7 @@ class Ledger:
             context=overheads.context,
             library=overheads.library,
             other_processes=overheads.other_processes,
+            bypass=overheads.bypass,
             moment=moment,
             device=device,
             free_is_read=free_is_read,
@@ -85,7 +88,7 @@ class Ledger:
     def residual(self) -> int:
         """What nobody accounts for. Negative: more is accounted for than the device has."""
         known = self.pool_slack + self.rounding + self.context + self.library + self.other_processes
-        return self.total - self.free - self.tagged - known
+        return self.total - self.free - self.tagged - known - self.bypass
 
     def entries(self) -> dict[str, int]:
         """Free, the segments, the overheads and the residual: they add up to the total."""
@@ -97,6 +100,7 @@ class Ledger:
             "context": self.context,
             "library": self.library,
             "other processes": self.other_processes,
+            "bypass": self.bypass,
             "residual": self.residual,
         }
 
@@ -115,6 +119,7 @@ class Ledger:
             "context": self.context,
             "library": self.library,
             "other_processes": self.other_processes,
+            "bypass": self.bypass,
             "residual": self.residual,
         }
 

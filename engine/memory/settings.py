@@ -12,6 +12,7 @@ __all__ = [
     "FILE_VARIABLE",
     "LOW_FREE_VARIABLE",
     "MIN_VARIABLE",
+    "OBSERVE_VARIABLE",
     "RECORDS_VARIABLE",
     "STATS_VARIABLE",
     "TRACE_VARIABLE",
@@ -20,6 +21,7 @@ __all__ = [
 
 TRACE_VARIABLE = "VT_CUDA_ALLOC_TRACE"
 STATS_VARIABLE = "VT_CUDA_ALLOC_STATS"
+OBSERVE_VARIABLE = "VT_CUDA_ALLOC_OBSERVE"
 MIN_VARIABLE = "VT_CUDA_ALLOC_TRACE_MIN_MIB"
 LOW_FREE_VARIABLE = "VT_CUDA_ALLOC_TRACE_LOW_FREE_MIB"
 FILE_VARIABLE = "VT_CUDA_ALLOC_TRACE_FILE"
@@ -48,6 +50,8 @@ class TraceSettings:
     """the flight recorder's file; None keeps the record in the process's own memory"""
     records: int = 65_536
     """how many records the flight recorder's ring holds"""
+    observe: bool = False
+    """have CUPTI find device memory that goes past the allocator; CUDA only"""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> TraceSettings:
@@ -67,6 +71,7 @@ class TraceSettings:
             low_free_bytes=_mebibytes(environ, LOW_FREE_VARIABLE, standard.low_free_bytes),
             file=Path(file) if file else None,
             records=_record_count(environ, standard.records),
+            observe=_switch(environ, OBSERVE_VARIABLE),
         )
 
 

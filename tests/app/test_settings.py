@@ -78,7 +78,7 @@ def test_cache_directory_follows_the_environment() -> None:
     assert cache_directory(unset) == Path("~/.cache/vtserve").expanduser()
 
 
-NO_FLAGS = dict.fromkeys(("alloc_trace", "alloc_stats")) | {
+NO_FLAGS = dict.fromkeys(("alloc_trace", "alloc_stats", "alloc_observe")) | {
     f"alloc_trace_{flag}": None for flag in ("min_mib", "low_free_mib", "file", "records")
 }
 

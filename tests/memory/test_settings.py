@@ -18,7 +18,7 @@ def test_nothing_set_means_off_with_the_documented_defaults() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["trace", "stats"])
+@pytest.mark.parametrize("name", ["trace", "stats", "observe"])
 @pytest.mark.parametrize(
     ("text", "on"),
     [("1", True), ("true", True), ("on", True), ("ON", True), ("True", True),
@@ -37,9 +37,10 @@ def test_every_variable_arrives() -> None:
             "VT_CUDA_ALLOC_TRACE_LOW_FREE_MIB": "0",
             "VT_CUDA_ALLOC_TRACE_FILE": "/tmp/trace",
             "VT_CUDA_ALLOC_TRACE_RECORDS": "1024",
+            "VT_CUDA_ALLOC_OBSERVE": "on",
         }
     )
-    assert read == TraceSettings(True, True, MIB // 2, 0, Path("/tmp/trace"), 1024)
+    assert read == TraceSettings(True, True, MIB // 2, 0, Path("/tmp/trace"), 1024, True)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,6 @@ def test_a_bad_value_is_one_line_that_names_the_variable(name: str, text: str) -
 
 def test_the_manual_names_every_variable() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "ENVIRONMENT.md").read_text()
-    assert len(VARIABLES) == 6
+    assert len(VARIABLES) == 7
     for variable in VARIABLES:
         assert f"`{variable}`" in manual

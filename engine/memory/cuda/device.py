@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from engine.memory.cuda.bypass import BypassBook
 from engine.memory.cuda.runtime import CudaCallError, CudaRuntime, is_sticky
 
 __all__ = ["CudaDeviceAccount", "DeviceHealth", "DriverUsage", "NvmlUsage"]
@@ -77,10 +78,13 @@ class CudaDeviceAccount:
         come later, or its bytes count as a neighbour's.
     usage
         The driver's own view. Without it the context cannot be told from the neighbours and counts as theirs.
+    book
+        Knows what went past the resources; None where nobody observes the device.
     """
 
-    def __init__(self, runtime: CudaRuntime, usage: DriverUsage) -> None:
+    def __init__(self, runtime: CudaRuntime, usage: DriverUsage, book: BypassBook | None = None) -> None:
         self.runtime = runtime
+        self.book = book
         self._usage = usage
         self.health = DeviceHealth()
         before = usage.used()
@@ -108,6 +112,18 @@ class CudaDeviceAccount:
         told = self._usage.used_by_others()
         return self._neighbours_at_start if told is None else told
 
+    def bypassed(self) -> int:
+        """Bytes that went past the resources and are held, settled now; 0 where nobody observes."""
+        if self.book is None:
+            return 0
+        self.settle()
+        return self.book.live
+
+    def settle(self, *, in_library_step: bool = False) -> None:
+        """Have the book judge what was observed. Once the context is lost CUPTI is not asked either."""
+        if self.book is not None and self.health.lost is None:
+            self.book.settle(in_library_step=in_library_step)
+
     @contextmanager
     def library_step(self) -> Iterator[None]:
         """Count what appears on the device inside as the libraries': modules, handles, lazy loading.
@@ -118,10 +134,12 @@ class CudaDeviceAccount:
             yield
             return
         self._in_step = True
+        self.settle()
         free, taken = self.free(), self.taken
         try:
             yield
             self.runtime.synchronize()
             self.library += (free - self.free()) - (self.taken - taken)
+            self.settle(in_library_step=True)
         finally:
             self._in_step = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,16 @@ class _CudaMemoryResource(PointerResource):
         except CudaCallError as error:
             self._health.note(error)
 
+    def close(self) -> None:
+        """Watch no more what goes past this resource. Blocks can still be given back."""
+        if self._account.book is not None:
+            self._account.book.close()
+
+    def report_bypasses(self, listener: Callable[[int, str], None]) -> None:
+        book = self._account.book
+        if book is not None:
+            book.listener = lambda bypass: listener(bypass.size, bypass.describe())
+
     # -- failures ------------------------------------------------------------------------------------------
 
     def _retry(self, size: int, size_asked: int, handle: int, error: CudaCallError) -> int:
@@ -130,6 +141,7 @@ class _CudaMemoryResource(PointerResource):
     def _failure(self, size: int, error: CudaCallError) -> AllocationError:
         """Classify by code: a call that allocates may report an earlier kernel's error."""
         self._health.note(error)
+        self._account.settle()  # what went past us may be why: it is told before the failure
         facts: dict[str, Any] = {
             "api": self.api,
             "error": error.text,
@@ -189,6 +201,7 @@ class _CudaMemoryResource(PointerResource):
             context=self._account.context,
             library=self._account.library,
             other_processes=self._account.other_processes(),
+            bypass=self._account.bypassed(),
         )
 
     @abstractmethod
@@ -287,6 +300,7 @@ class CudaPoolMemoryResource(_CudaMemoryResource):
             self._runtime.synchronize()
             self._runtime.pool_destroy(pool)
             self._account.taken -= self._bytes[1]
+        super().close()
 
     def _ask(self, size: int, stream: int) -> int:
         return self._runtime.pool_malloc(size, self._pool, stream)

@@ -48,6 +48,12 @@ class ModelDriver:
         text = "out of memory" if code == OUT_OF_MEMORY else "an illegal memory access was encountered"
         raise CudaCallError(call, code, text)
 
+    def _far_away(self) -> int:
+        """An address that no cudaMalloc gives, and in no step of its blocks."""
+        ptr = self.next + (1 << 36)
+        self.next = ptr + (1 << 36)
+        return ptr
+
     @property
     def free_bytes(self) -> int:
         steps = {
@@ -84,9 +90,9 @@ class ModelDriver:
         self._enter("cudaHostAlloc")
         if sum(self.host_blocks.values()) + size > self.host_bytes:
             self.fail("cudaHostAlloc", OUT_OF_MEMORY)
-        self.next += 1 << 36
-        self.host_blocks[self.next] = size
-        return self.next
+        ptr = self._far_away()
+        self.host_blocks[ptr] = size
+        return ptr
 
     def host_free(self, ptr: int) -> None:
         self._enter("cudaFreeHost")
@@ -103,9 +109,9 @@ class ModelDriver:
                 self.reserved += max(self.free_bytes, 0)
                 self.fail("cudaMallocFromPoolAsync", OUT_OF_MEMORY)
             self.reserved += growth
-        self.next += 1 << 36
-        self.pool_blocks[self.next] = size
-        return self.next
+        ptr = self._far_away()
+        self.pool_blocks[ptr] = size
+        return ptr
 
     def pool_free(self, ptr: int, stream: int) -> None:
         self._enter("cudaFreeAsync")
