@@ -7,10 +7,14 @@ fails, hangs or loses the context takes nothing with it. ``gpu_check.json`` hold
 - ``device_tests``: the kernels' own tests (``pytest -m gpu``)
 - ``checkpoints``: every small checkpoint against transformers' logits, and layer 0's stored bytes
 - ``ledger-malloc``, ``ledger-pool``: the ledger after load and after forwards, residual within 64 MiB
+- ``observed-malloc``, ``observed-pool``: the same while CUPTI looks for what goes past the allocator
+- ``bypass``: allocations behind the allocator's back, by every way there is, and CUPTI finds them
 - ``out_of_memory``: failures of the real driver and what they are classified as
 - ``lost_context``: after a kernel's illegal access
 - ``memcheck``, ``racecheck``: compute-sanitizer over a short generation
 - ``agreement``: greedy tokens of CPU and CUDA on a real model, near-ties listed (with ``--model``)
+- ``reference-malloc``, ``reference-pool``: a 27B-class model under 24 GiB and under 16
+  (``benchmarks/gpu_reference_run.py``; with ``--reference``, where its checkpoint is made)
 
 Exits with 1 if anything failed.
 """
@@ -55,22 +59,13 @@ def module(name: str, *arguments: str | Path) -> list[str]:
 def parts(arguments: argparse.Namespace) -> list[Part]:
     checkpoints: Path = arguments.checkpoints
     tiny, mixed = checkpoints / TINY, checkpoints / MIXED
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(ROOT),
-        "-p",
-        "no:cacheprovider",
-    ]
-    pytest += ["--import-mode=importlib", "-m", "gpu", "-q", "--tb=short", "tests/backend/cuda"]
+    # Options of our own: the machine's pytest may lack plugins that the project's settings name.
+    pytest = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT)]
+    pytest += ["-p", "no:cacheprovider", "--import-mode=importlib", "-m", "gpu", "-q", "--tb=short", "-rs"]
     generation = module("generation", tiny, mixed)
     sanitizer = ["compute-sanitizer", "--error-exitcode", "99", "--print-limit", "20"]
     found = [
-        Part("device_tests", pytest, 200, alone=False, writes=False),
+        Part("device_tests", [*pytest, "tests/backend/cuda"], 200, alone=False, writes=False),
         Part("checkpoints", module("checkpoints", "--checkpoints", checkpoints), 240, alone=False),
         # Calls that fail by design (a pointer's attributes, say) are no memory errors.
         Part(
@@ -83,17 +78,25 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
         Part("racecheck", [*sanitizer, "--tool", "racecheck", *generation], 150, False, False),
     ]
     for allocator in ("malloc", "pool"):
-        model = arguments.model or mixed
-        found.append(
-            Part(f"ledger-{allocator}", module("ledger", "--model", model, "--allocator", allocator), 60)
-        )
+        ledger = module("ledger", "--model", arguments.model or mixed, "--allocator", allocator)
+        found += [
+            Part(f"ledger-{allocator}", ledger, 60),
+            Part(f"observed-{allocator}", [*ledger, "--observe"], 60),
+        ]
     found += [
+        Part("bypass", [*pytest, "tests/memory/cuda/test_bypass_on_device.py"], 60, writes=False),
         Part("out_of_memory", module("out_of_memory", "--model", tiny), 120),
         Part("lost_context", module("lost_context", "--model", tiny), 120),
     ]
     if arguments.model and arguments.cpu_reference:
         compare = module("agreement", "--model", arguments.model, "--reference", arguments.cpu_reference)
         found.append(Part("agreement", compare, 120, alone=False))
+    if arguments.reference:
+        reference = [sys.executable, "benchmarks/gpu_reference_run.py", "--directory", arguments.reference]
+        reference += ["--checkpoints", checkpoints]
+        for allocator in ("malloc", "pool"):
+            command = [*map(str, reference), "--allocator", allocator]
+            found.append(Part(f"reference-{allocator}", command, 120))
     return [part for part in found if not arguments.only or part.name in arguments.only]
 
 
@@ -126,8 +129,10 @@ def run(part: Part, directory: Path) -> dict[str, Any]:
     elif not part.writes:
         result["log"] = text.splitlines()[-3:]
         result["summary"] = re.findall(
-            r"^=+ (?:ERROR|RACECHECK) SUMMARY: .*$|^\d+ passed.*$", text, re.MULTILINE
+            r"^=+ (?:ERROR|RACECHECK) SUMMARY: .*$|^\d+ (?:passed|failed).*$", text, re.MULTILINE
         )
+        if not result["summary"]:
+            failed.append("nothing was checked")
     result["failed"] = failed
     print(f"{part.name}: {'; '.join(failed) or 'ok'} ({result['seconds']} s)", flush=True)
     return result
@@ -154,6 +159,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=ROOT.parent / "shared/checkpoints")
     parser.add_argument("--model", type=Path, help="a real model, for agreement and the ledger")
     parser.add_argument("--cpu-reference", type=Path, help="what agreement --make-reference wrote")
+    parser.add_argument("--reference", type=Path, help="directory for the 27B-class checkpoint, kept there")
     parser.add_argument("--commit", help="where the checkout does not tell")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_check.json")

@@ -1,5 +1,8 @@
 """The ledger of one engine on the device: after load, after the first forward, and after more of them.
 
+With ``--observe`` CUPTI looks on: the engine must ask for nothing past its allocator but what loading kernels
+brings.
+
 One process a run, so that the context is made, and measured, once.
 """
 
@@ -24,6 +27,7 @@ def main() -> None:
     parser.add_argument("--allocator", default="malloc")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv-cache-memory", type=int, default=1 << 30)
+    parser.add_argument("--observe", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     results = Results(arguments.out)
@@ -34,7 +38,7 @@ def main() -> None:
         cuda_allocator=arguments.allocator,
         kv_cache_memory=arguments.kv_cache_memory,
         max_model_len=512,
-        trace=TraceSettings(trace=True, stats=True),
+        trace=TraceSettings(trace=True, stats=True, observe=arguments.observe),
         output=lines,
     ) as llm:
         house = llm.house
@@ -58,6 +62,14 @@ def main() -> None:
         now = house.statistics.statistics().to_dict()
         results.check(now == allocations, "steps asked for memory")
         results.put("statistics", now["total"])
+    bypasses = [line for line in lines.getvalue().splitlines() if "BYPASS" in line]
+    results.put("bypasses", bypasses)
+    results.check(
+        all("step=library" in line for line in bypasses), "the engine asked for memory past its allocator"
+    )
+    results.put(
+        "graph capture", "the engine captures no graphs: nothing to measure"
+    )
     results.put("live_after_close", house.tracing.live if house.tracing else None)
     results.check(results.found["live_after_close"] == 0, "bytes were not given back")
     results.put("lines", lines.getvalue().splitlines()[-40:])
