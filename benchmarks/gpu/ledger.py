@@ -67,9 +67,7 @@ def main() -> None:
     results.check(
         all("step=library" in line for line in bypasses), "the engine asked for memory past its allocator"
     )
-    results.put(
-        "graph capture", "the engine captures no graphs: nothing to measure"
-    )
+    results.put("graph capture", "the engine captures no graphs: nothing to measure")
     results.put("live_after_close", house.tracing.live if house.tracing else None)
     results.check(results.found["live_after_close"] == 0, "bytes were not given back")
     results.put("lines", lines.getvalue().splitlines()[-40:])
