@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from engine.backend.cpu import attention_prefill
@@ -17,18 +15,14 @@ from engine.backend.cpu.attention_decode import (
 from engine.backend.cpu.attention_past import Past
 from engine.backend.cpu.attention_prefill import prefill_parallel
 from engine.backend.cpu.inputs import HostStepInputs
+from engine.backend.cpu.layout import PARTIALS, SCRATCH_FLOATS
 from engine.backend.cpu.registers import LANES
-from engine.backend.cpu.tensor import HostTensor, array_of
+from engine.backend.cpu.tensor import array_of
 from engine.backend.protocol import AttentionSpec, DType, KVLayer
 from engine.errors import EngineError
-from engine.memory.scope import memory_scope
 
-__all__ = ["SCRATCH_FLOATS", "Attention"]
+__all__ = ["Attention"]
 
-SCRATCH_FLOATS = 1 << 18
-"""scratch for each thread: room for a tile of queries, keys, values and scores"""
-_PARTIALS = 1 << 20
-"""floats for what chunks of the past leave behind; they are only touched as far as a step needs"""
 _TILE_ROWS = 192
 _SERIAL_WORK = 1 << 17
 """Multiplications below which one thread decodes: some 20 µs."""
@@ -41,14 +35,13 @@ class Attention:
     ----------
     scratch
         float32 [threads, at least `SCRATCH_FLOATS`]. It runs on as many threads as that has rows.
-    allocate
-        Makes a tensor of a shape and dtype.
+    partials
+        float32 [`PARTIALS`].
     """
 
-    def __init__(self, scratch: np.ndarray, allocate: Callable[[tuple[int, ...], DType], HostTensor]) -> None:
+    def __init__(self, scratch: np.ndarray, partials: np.ndarray) -> None:
         self._scratch = scratch
-        with memory_scope("workspace/attention.partials"):
-            self._partials = allocate((_PARTIALS,), DType.FLOAT32).array
+        self._partials = partials
 
     def __call__(
         self, qkv: np.ndarray, inputs: HostStepInputs, kv: KVLayer, spec: AttentionSpec, out: np.ndarray
@@ -92,7 +85,7 @@ class Attention:
         if split:
             chunks = count_chunks(past.positions, tokens, past.window)
             heads, width = partial_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-            split = chunks * heads * width <= _PARTIALS
+            split = chunks * heads * width <= PARTIALS
         decode_parallel(qkv, past, tokens, sequences, self._scratch, self._partials, split, out)
 
 

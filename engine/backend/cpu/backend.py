@@ -9,8 +9,9 @@ import numba
 import numpy as np
 
 from engine.backend.cpu import elementwise, norm, rope
-from engine.backend.cpu.attention import SCRATCH_FLOATS, Attention
+from engine.backend.cpu.attention import Attention
 from engine.backend.cpu.inputs import HostStepInputs, InputWriter
+from engine.backend.cpu.layout import reserve_step
 from engine.backend.cpu.linear import CpuLinear, load_linear, scratch_size
 from engine.backend.cpu.tensor import HostTensor, array_of
 from engine.backend.cpu.threads import limit_spinning, resolve_threads
@@ -26,7 +27,7 @@ from engine.backend.protocol import (
     Tensor,
 )
 from engine.errors import EngineError
-from engine.memory.scope import allocation_helper, memory_scope
+from engine.memory.scope import allocation_helper
 
 if TYPE_CHECKING:
     from cuda.core import MemoryResource
@@ -112,12 +113,12 @@ class CpuBackend:
 
     def reserve(self, limits: StepLimits) -> None:
         """Allocate io buffers and kernel scratch for steps up to `limits`."""
-        self._inputs = InputWriter(limits, self._reserve)
-        floats = max(SCRATCH_FLOATS, scratch_size(self._loaded))
+        linear_scratch = scratch_size(self._loaded)
         self._loaded.clear()  # the model's from here on
-        with memory_scope("workspace/scratch"):
-            self._scratch = self._reserve((self.threads, floats), DType.FLOAT32).array
-        self._attention = Attention(self._scratch, self._reserve)
+        memory = reserve_step(limits, self.threads, linear_scratch, self._reserve)
+        self._inputs = InputWriter(limits, memory.inputs)
+        self._scratch = memory.scratch.array
+        self._attention = Attention(self._scratch, memory.partials.array)
 
     @allocation_helper
     def _reserve(self, shape: tuple[int, ...], dtype: DType) -> HostTensor:

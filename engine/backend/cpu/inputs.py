@@ -5,16 +5,15 @@ Compiled kernels index without looking: what could lead them out of an array is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from engine.backend.cpu.jit import kernel
+from engine.backend.cpu.layout import InputTensors
 from engine.backend.cpu.tensor import HostTensor
-from engine.backend.protocol import DType, StepBatch, StepInputs, StepLimits
+from engine.backend.protocol import StepBatch, StepInputs, StepLimits
 from engine.errors import EngineError
-from engine.memory.scope import memory_scope
 
 __all__ = ["HostStepInputs", "InputWriter"]
 
@@ -46,30 +45,24 @@ class InputWriter:
     ----------
     limits
         The largest step.
-    allocate
-        Makes a tensor of a shape and dtype.
+    tensors
+        Memory for it.
     """
 
-    def __init__(self, limits: StepLimits, allocate: Callable[[tuple[int, ...], DType], HostTensor]) -> None:
+    def __init__(self, limits: StepLimits, tensors: InputTensors[HostTensor]) -> None:
         self._limits = limits
-        tokens, seqs, rows = limits.max_tokens, limits.max_seqs, limits.max_logits_rows
-
-        def reserve(name: str, shape: tuple[int, ...], dtype: DType = DType.INT32) -> HostTensor:
-            with memory_scope(f"io/{name}"):
-                tensor = allocate(shape, dtype)
-            tensor.array.fill(0)
-            return tensor
-
-        self._token_ids = reserve("token_ids", (tokens,))
-        self._positions = reserve("positions", (tokens,))
-        self._slot_mapping = reserve("slot_mapping", (tokens,), DType.INT64)
-        self._query_start = reserve("query_start", (seqs + 1,))
-        self._seq_lens = reserve("seq_lens", (seqs,))
-        self._block_tables = reserve("block_tables", (seqs, limits.max_blocks_per_seq))
-        self._logits_rows = reserve("logits_rows", (rows,))
-        self._decode_tokens = reserve("decode_tokens", (tokens,)).array
-        self._decode_sequences = reserve("decode_sequences", (tokens,)).array
-        self._prefill_sequences = reserve("prefill_sequences", (seqs,)).array
+        for field in fields(tensors):
+            getattr(tensors, field.name).array.fill(0)
+        self._token_ids = tensors.token_ids
+        self._positions = tensors.positions
+        self._slot_mapping = tensors.slot_mapping
+        self._query_start = tensors.query_start
+        self._seq_lens = tensors.seq_lens
+        self._block_tables = tensors.block_tables
+        self._logits_rows = tensors.logits_rows
+        self._decode_tokens = tensors.decode_tokens.array
+        self._decode_sequences = tensors.decode_sequences.array
+        self._prefill_sequences = tensors.prefill_sequences.array
         self._found = np.empty(_FOUND, np.int64)
 
     def write(self, batch: StepBatch) -> HostStepInputs:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
+from engine.backend.cpu.layout import Allocate, linear_layouts
 from engine.backend.cpu.linear_nvfp4 import Nvfp4Rows
-from engine.backend.cpu.linear_part import Allocate, LinearPart
+from engine.backend.cpu.linear_part import LinearPart
 from engine.backend.cpu.linear_rows import PlainRows
 from engine.backend.cpu.tensor import HostTensor
 from engine.backend.protocol import DType, LinearSource, WeightFormat
-from engine.errors import CheckpointError
 from engine.memory.scope import allocation_helper
 
 __all__ = ["CpuLinear", "load_linear", "scratch_size"]
@@ -85,7 +84,7 @@ def scratch_size(linears: Iterable[CpuLinear]) -> int:
 
 
 @allocation_helper
-def load_linear(parts: Sequence[LinearSource], allocate: Allocate) -> CpuLinear:
+def load_linear(parts: Sequence[LinearSource], allocate: Allocate[HostTensor]) -> CpuLinear:
     """One resident linear out of `parts` stacked along N. Neighbours of one format become one run of rows.
 
     Nothing but the resident bytes is allocated: parts are laid out anew on their way from the mapped file.
@@ -95,19 +94,16 @@ def load_linear(parts: Sequence[LinearSource], allocate: Allocate) -> CpuLinear:
     CheckpointError
         The parts differ in K, or K is not what the format asks for.
     """
-    columns = parts[0].shape[1]
-    for source in parts:
-        if source.shape[1] != columns:
-            raise CheckpointError(f"{source.name}: {source.shape[1]} columns, its neighbours have {columns}")
+    layouts = linear_layouts(parts)
     loaded: list[LinearPart] = []
     try:
-        for weight_format, run in groupby(parts, key=lambda part: part.format):
-            kind = Nvfp4Rows if weight_format is WeightFormat.NVFP4 else PlainRows
-            loaded.append(kind.load(list(run), allocate))
+        for layout in layouts:
+            kind = Nvfp4Rows if layout.format is WeightFormat.NVFP4 else PlainRows
+            loaded.append(kind.load(layout, allocate))
     except BaseException:
         for part in loaded:
             for tensor in part.tensors:
                 tensor.buffer.close()  # the traceback would keep it alive
         raise
-    rows = sum(part.rows for part in loaded)
-    return CpuLinear((rows, columns), tuple(loaded), max(part.scratch_size for part in loaded))
+    shape = (sum(layout.rows for layout in layouts), layouts[0].columns)
+    return CpuLinear(shape, tuple(loaded), max(layout.scratch_size for layout in layouts))

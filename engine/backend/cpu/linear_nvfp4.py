@@ -10,7 +10,8 @@ import numpy as np
 from numba import prange
 
 from engine.backend.cpu.jit import kernel
-from engine.backend.cpu.linear_part import Allocate, biases, row_scales
+from engine.backend.cpu.layout import LARGEST_TILE, Allocate, RowsLayout, nvfp4_pieces
+from engine.backend.cpu.linear_part import biases, row_scales
 from engine.backend.cpu.registers import (
     LANES,
     WIDE,
@@ -26,13 +27,9 @@ from engine.backend.cpu.registers import (
     zeros,
 )
 from engine.backend.cpu.tensor import HostTensor
-from engine.backend.protocol import DType, LinearSource
-from engine.errors import CheckpointError
+from engine.backend.protocol import LinearSource
 
 __all__ = ["Nvfp4Rows"]
-
-_GROUP = 16
-"""Columns with one scale."""
 
 _Weight = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Codes, scales, row scales and biases of `Nvfp4Rows`."""
@@ -58,36 +55,18 @@ class Nvfp4Rows:
     """float32 [blocks * 16], or empty"""
 
     @classmethod
-    def load(cls, sources: Sequence[LinearSource], allocate: Allocate) -> Self:
-        """Copy `sources`, one below the other, into the resident layout.
-
-        Raises
-        ------
-        CheckpointError
-            K is not a multiple of 16.
-        """
-        columns = sources[0].shape[1]
-        for source in sources:
-            if columns % _GROUP:
-                raise CheckpointError(f"{source.name}: NVFP4 needs columns in groups of 16, not {columns}")
-        rows = sum(source.shape[0] for source in sources)
-        blocks = -(-rows // LANES)
-        bias = biases(sources)
-        shapes = [
-            ((blocks, columns // 8, LANES), np.uint32),
-            ((blocks, columns // _GROUP, LANES), np.uint8),
-            ((blocks * LANES,), np.float32),
-            ((blocks * LANES if bias.size else 0,), np.float32),
-        ]
-        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes]
-        tensor = allocate((sum(sizes),), DType.UINT8)
-        pieces = np.split(tensor.array, np.cumsum(sizes)[:-1])
+    def load(cls, layout: RowsLayout, allocate: Allocate[HostTensor]) -> Self:
+        """Copy the layout's sources, one below the other, to their places."""
+        bias = biases(layout.sources)
+        pieces = nvfp4_pieces(layout.rows, layout.columns, bias.size > 0)
+        [tensor] = layout.allocate(allocate)
+        parts = np.split(tensor.array, np.cumsum([piece.nbytes for piece in pieces])[:-1])
         arrays = [
-            piece.view(dtype).reshape(shape) for piece, (shape, dtype) in zip(pieces, shapes, strict=True)
+            part.view(piece.dtype).reshape(piece.shape) for part, piece in zip(parts, pieces, strict=True)
         ]
-        loaded = cls(rows, (tensor,), *arrays)
+        loaded = cls(layout.rows, (tensor,), *arrays)
         try:
-            loaded._fill(sources, bias)
+            loaded._fill(layout.sources, bias)
         except BaseException:
             tensor.buffer.close()  # the traceback would keep it alive
             raise
@@ -116,11 +95,6 @@ class Nvfp4Rows:
         else:
             _multiply(weight, self.rows, x, out, column, scratch)
 
-    @property
-    def scratch_size(self) -> int:
-        """float32 elements of scratch that each thread needs: a tile of `x` and a register for each token."""
-        return int(self.scales.shape[1] * _GROUP + LANES) * _MOST
-
 
 def _fill_blocks(blocks: np.ndarray, source: np.ndarray, first: int) -> None:
     """Put `source` [n, columns] where the rows from `first` on are in `blocks` [blocks, columns, 16 rows]."""
@@ -138,7 +112,7 @@ def _fill_blocks(blocks: np.ndarray, source: np.ndarray, first: int) -> None:
 
 _ONE, _TWO, _FOUR, _EIGHT = (0,), (0,) * 2, (0,) * 4, (0,) * 8
 """Tiles: a tuple's length says for how many tokens sums are kept in registers."""
-_MOST = len(_EIGHT if WIDE else _TWO)
+_MOST = LARGEST_TILE
 _SERIAL_WORK = 1 << 17
 """Multiplications below which waking another thread takes longer than the work."""
 

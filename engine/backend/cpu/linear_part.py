@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from engine.backend.cpu.tensor import HostTensor
-from engine.backend.protocol import DType, LinearSource
+from engine.backend.protocol import LinearSource
 
-__all__ = ["Allocate", "LinearPart", "biases", "row_scales"]
-
-Allocate = Callable[[tuple[int, ...], DType], HostTensor]
-"""Makes an uninitialised tensor out of the injected memory."""
+__all__ = ["LinearPart", "biases", "row_scales"]
 
 
 class LinearPart(Protocol):
@@ -29,10 +26,6 @@ class LinearPart(Protocol):
 
     def apply(self, x: np.ndarray, out: np.ndarray, column: int, scratch: np.ndarray) -> None:
         """``x @ W.T + bias`` to the columns of `out` from `column` on; see `CpuLinear.apply`."""
-
-    @property
-    def scratch_size(self) -> int:
-        """float32 elements of scratch that each thread needs."""
 
 
 def row_scales(sources: Sequence[LinearSource]) -> np.ndarray:

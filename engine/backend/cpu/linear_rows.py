@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,7 +9,8 @@ import numpy as np
 from numba import prange
 
 from engine.backend.cpu.jit import kernel
-from engine.backend.cpu.linear_part import Allocate, biases, row_scales
+from engine.backend.cpu.layout import Allocate, RowsLayout
+from engine.backend.cpu.linear_part import biases, row_scales
 from engine.backend.cpu.registers import (
     LANES,
     WIDE,
@@ -27,12 +27,9 @@ from engine.backend.cpu.registers import (
     zeros,
 )
 from engine.backend.cpu.tensor import HostTensor
-from engine.backend.protocol import DType, LinearSource, WeightFormat
 
 __all__ = ["PlainRows"]
 
-_QUAD = 4
-"""Rows that are computed together."""
 _NO_FACTORS = np.empty((2, 0), np.float32)
 
 
@@ -50,25 +47,24 @@ class PlainRows:
     """float32 [2, N padded to a multiple of 4]: each row's scale and bias; None: ones and zeros"""
 
     @classmethod
-    def load(cls, sources: Sequence[LinearSource], allocate: Allocate) -> Self:
-        """Copy `sources`, one below the other."""
-        rows, bias = sum(source.shape[0] for source in sources), biases(sources)
-        is_bf16 = sources[0].format is WeightFormat.BF16
-        weight = allocate((rows, sources[0].shape[1]), DType.BFLOAT16 if is_bf16 else DType.FLOAT8_E4M3)
+    def load(cls, layout: RowsLayout, allocate: Allocate[HostTensor]) -> Self:
+        """Copy the layout's sources, one below the other."""
+        weight, *others = tensors = layout.allocate(allocate)
+        factors = others[0] if others else None
         try:
             first = 0
-            for source in sources:
+            for source in layout.sources:
                 weight.array[first : first + source.shape[0]] = source.weight
                 first += source.shape[0]
-            if is_bf16 and not bias.size:
-                return cls(weight, None)
-            factors = allocate((2, -(-rows // _QUAD) * _QUAD), DType.FLOAT32)
+            if factors is not None:
+                bias = biases(layout.sources)
+                factors.array.fill(0)
+                factors.array[0, : layout.rows] = row_scales(layout.sources)
+                factors.array[1, : bias.size] = bias
         except BaseException:
-            weight.buffer.close()  # the traceback would keep it alive
+            for tensor in tensors:
+                tensor.buffer.close()  # the traceback would keep it alive
             raise
-        factors.array.fill(0)
-        factors.array[0, :rows] = row_scales(sources)
-        factors.array[1, : bias.size] = bias
         return cls(weight, factors)
 
     @property
@@ -88,11 +84,6 @@ class PlainRows:
             _multiply_part(self.weight.array, factors, 0, 1, x, out, column, scratch[0])
         else:
             _multiply(self.weight.array, factors, x, out, column, scratch)
-
-    @property
-    def scratch_size(self) -> int:
-        """float32 elements of scratch that each thread needs: one register."""
-        return LANES
 
 
 _ONE, _TWO, _FOUR = (0,), (0,) * 2, (0,) * 4

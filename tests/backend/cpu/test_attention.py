@@ -163,7 +163,7 @@ def test_what_the_chunks_leave_does_not_fit(backends, monkeypatch: pytest.Monkey
     """Then whole tokens are dealt out, with the same result, bit for bit."""
     sequences = Sequences([3000, 2000], [1, 1], 16)
     split = check(backends(16), sequences, SMALL)
-    monkeypatch.setattr(attention_module, "_PARTIALS", 10 * 8 * (SMALL.head_dim + 2))
+    monkeypatch.setattr(attention_module, "PARTIALS", 10 * 8 * (SMALL.head_dim + 2))
     np.testing.assert_array_equal(check(backends(16), sequences, SMALL), split)
 
 
