@@ -72,9 +72,11 @@ class GpuDevice:
 
     def __init__(self, config: EngineConfig, environ: Mapping[str, str], index: int = 0) -> None:
         # Nothing of CUDA is imported where the CPU is asked for.
+        from engine.backend.cuda.compiler import compiler_version
         from engine.backend.cuda.requirements import check_device
 
         self.capacity = check_device(index)
+        compiler_version()
         self._index = index
         self._allocator = config.cuda_allocator
         self._cache = _cache_directory(environ) / "kernels"

@@ -61,6 +61,21 @@ def test_a_gpu_that_gives_no_context_is_refused_in_a_line(monkeypatch: pytest.Mo
         choose_device(EngineConfig(model="m", device="cuda"), {}).open_memory()
 
 
+def test_a_gpu_without_a_compiler_is_left_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> NoReturn:
+        raise ConfigurationError("--device cuda: NVRTC was not found")
+
+    monkeypatch.setattr("engine.backend.cuda.requirements.check_device", lambda index: 8 * GIB)
+    monkeypatch.setattr("engine.backend.cuda.compiler.compiler_version", refuse)
+    with caplog.at_level(logging.INFO, "engine.devices"):
+        assert choose_device(EngineConfig(model="m"), {}).name == "cpu"
+    assert caplog.messages == ["running on the CPU: --device cuda: NVRTC was not found"]
+    with pytest.raises(ConfigurationError, match=r"^--device cuda: NVRTC was not found$"):
+        choose_device(EngineConfig(model="m", device="cuda"), {})
+
+
 def test_cuda_that_cannot_be_had_is_refused_in_a_line(no_gpu: None) -> None:
     with pytest.raises(ConfigurationError, match=r"^--device cuda: no NVIDIA driver was found$"):
         choose_device(EngineConfig(model="m", device="cuda"), {})

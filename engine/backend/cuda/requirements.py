@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.backend.cuda.compiler import architecture
 from engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def check_device(index: int) -> int:
     Raises
     ------
     ConfigurationError
-        If there is no driver, it is too old, or there is no such GPU.
+        If there is no driver, there is no such GPU, or either is too old.
     """
     try:
         from cuda.bindings import driver
@@ -42,6 +43,10 @@ def check_device(index: int) -> int:
     if index >= count:
         raise ConfigurationError(f"--device cuda: GPU {index} was asked for, the driver finds {count}")
     _, handle = driver.cuDeviceGet(index)
+    attributes = driver.CUdevice_attribute
+    _, major = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
+    _, minor = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
+    architecture((major, minor))  # refuses what is too old for the kernels
     _, total = driver.cuDeviceTotalMem(handle)
     return int(total)
 
