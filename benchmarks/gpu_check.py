@@ -8,6 +8,7 @@ fails, hangs or loses the context takes nothing with it. ``gpu_check.json`` hold
 - ``checkpoints``: every small checkpoint against transformers' logits, and layer 0's stored bytes
 - ``ledger-malloc``, ``ledger-pool``: the ledger after load and after forwards, residual within 64 MiB
 - ``observed-malloc``, ``observed-pool``: the same while CUPTI looks for what goes past the allocator
+- ``resources``: both allocators through the tests that all memory resources share
 - ``bypass``: allocations behind the allocator's back, by every way there is, and CUPTI finds them
 - ``out_of_memory``: failures of the real driver and what they are classified as
 - ``lost_context``: after a kernel's illegal access
@@ -62,6 +63,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     # Options of our own: the machine's pytest may lack plugins that the project's settings name.
     pytest = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT)]
     pytest += ["-p", "no:cacheprovider", "--import-mode=importlib", "-m", "gpu", "-q", "--tb=short", "-rs"]
+    pytest += ["-o", "markers=gpu: needs a CUDA device"]
     generation = module("generation", tiny, mixed)
     sanitizer = ["compute-sanitizer", "--error-exitcode", "99", "--print-limit", "20"]
     found = [
@@ -84,6 +86,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
             Part(f"observed-{allocator}", [*ledger, "--observe"], 60),
         ]
     found += [
+        Part("resources", [*pytest, "tests/memory/test_every_resource.py"], 60, writes=False),
         Part("bypass", [*pytest, "tests/memory/cuda/test_bypass_on_device.py"], 60, writes=False),
         Part("out_of_memory", module("out_of_memory", "--model", tiny), 120),
         Part("lost_context", module("lost_context", "--model", tiny), 120),
