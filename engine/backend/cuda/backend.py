@@ -15,6 +15,7 @@ from engine.backend.cuda import linear as linear_module
 from engine.backend.cuda import sampling as sampling_module
 from engine.backend.cuda.device import CudaDevice
 from engine.backend.cuda.loading import WeightUploader
+from engine.backend.cuda.reservation import reserve_step
 from engine.backend.cuda.staging import PinnedBuffer, Staging
 from engine.backend.cuda.tensor import CudaTensor, address_of
 from engine.backend.protocol import (
@@ -29,7 +30,6 @@ from engine.backend.protocol import (
     Tensor,
     WeightFormat,
 )
-from engine.errors import ConfigurationError
 from engine.memory.cuda.pinned import PinnedMemoryResource
 from engine.memory.cuda.resources import account_of
 from engine.memory.cuda.runtime import BoundCudaRuntime
@@ -168,38 +168,17 @@ class CudaBackend:
         ConfigurationError
             If the cache's block size is not a multiple of 16.
         """
-        if limits.block_size % attention_module.BLOCK_SIZE_MULTIPLE:
-            raise ConfigurationError(
-                f"--block-size {limits.block_size}: the CUDA backend needs a multiple of "
-                f"{attention_module.BLOCK_SIZE_MULTIPLE}"
-            )
         self._staging.close()
         self.device.load_kernels()
-        scratch = self._linear.scratch(limits.max_tokens)
-        partials = self._reserve("workspace/linear.partials", scratch.partials)
-        arrived = self._reserve("workspace/linear.arrived", scratch.arrived)
-        self.device.clear(arrived.address, arrived.nbytes)
-        arranged = self._reserve("workspace/linear.arranged", scratch.arranged) if scratch.arranged else None
-        self._linear.reserve(partials, arrived, arranged)
+        memory = reserve_step(limits, self.device.shape, self._linear.arranged, self._reserve)
+        self.device.clear(memory.linear_arrived.address, memory.linear_arrived.nbytes)
+        self._linear.reserve(memory.linear_partials, memory.linear_arrived, memory.linear_arranged)
+        self._attention.reserve(memory.attention_partials, memory.attention_states)
+        self._sampling.reserve(memory.sampling, self._pin(memory.sampling.nbytes), limits.max_logits_rows)
+        pinned = (self._pin(memory.io.nbytes), self._pin(memory.io.nbytes))
+        self._inputs = inputs_module.InputWriter(self.device, memory.io, pinned, limits)
 
-        out_bytes, state_bytes = attention_module.partial_bytes(self.device.multiprocessors)
-        self._attention.reserve(
-            self._reserve("workspace/attention.partials", out_bytes),
-            self._reserve("workspace/attention.states", state_bytes),
-        )
-
-        rows_bytes = sampling_module.row_bytes(limits.max_logits_rows)
-        self._sampling.reserve(
-            self._reserve("io/sampling", rows_bytes), self._pin(rows_bytes), limits.max_logits_rows
-        )
-        step_bytes = inputs_module.io_bytes(limits)
-        self._inputs = inputs_module.InputWriter(
-            self.device,
-            self._reserve("io/step", step_bytes),
-            (self._pin(step_bytes), self._pin(step_bytes)),
-            limits,
-        )
-
+    @allocation_helper
     def _reserve(self, tag: str, size: int) -> CudaTensor:
         with memory_scope(tag):
             tensor = self.empty((size,), DType.UINT8)

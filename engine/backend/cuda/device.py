@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.backend.cuda.compiler import KernelCompiler, architecture
+from engine.backend.cuda.layout import DeviceShape
 from engine.backend.cuda.requirements import open_device
 from engine.errors import DeviceError, DeviceLostError
 from engine.memory.cuda.device import CudaDeviceAccount, DeviceHealth
@@ -41,8 +42,13 @@ class CudaDevice:
         self.account = account
         self.health = DeviceHealth() if account is None else account.health
         self.compiler = KernelCompiler(architecture((capability.major, capability.minor)), cache_dir)
-        self.multiprocessors: int = properties.multiprocessor_count
-        self.shared_bytes: int = properties.max_shared_memory_per_block_optin
+        self.shape = DeviceShape(
+            multiprocessors=properties.multiprocessor_count,
+            shared_bytes=properties.max_shared_memory_per_block_optin,
+            hopper=self.compiler.arch == "sm_90a",
+        )
+        self.multiprocessors = self.shape.multiprocessors
+        self.shared_bytes = self.shape.shared_bytes
         self.stream: Stream = self.device.create_stream()
         self._overlaps = capability.major >= 9
         self._modules: dict[str, ObjectCode] = {}
@@ -65,24 +71,26 @@ class CudaDevice:
         """A kernel of a loaded module that may ask for up to `shared_bytes` of dynamic shared memory."""
         kernel = self._kernels.get((module, name))
         if kernel is None:
-            if module in self._loaded:
-                kernel = self._load_kernel(module, name, shared_bytes)
-            else:
-                with self._library_step():
-                    kernel = self._load_kernel(module, name, shared_bytes)
-            self._kernels[module, name] = kernel
+            self._bring(module)
+            kernel = self._kernels[module, name] = self._load_kernel(module, name, shared_bytes)
         return kernel
 
     def load_kernels(self) -> None:
-        """Bring all code of all modules to the device.
-
-        The driver would do so when a kernel is first launched: in a step, where nothing may be allocated.
-        """
+        """Bring all code of all modules to the device."""
         with self._library_step():
-            for name, module in self._modules.items():
-                if name not in self._loaded:
-                    self._load_module(name, module)
-                    self._loaded.add(name)
+            for name in self._modules:
+                self._bring(name)
+
+    def _bring(self, name: str) -> None:
+        """Bring a module's code and variables to the device, if they are not there.
+
+        The driver would do so when a kernel is first launched: in a step, where nothing may be allocated, and
+        where the bytes would be nobody's.
+        """
+        if name not in self._loaded:
+            with self._library_step():
+                self._load_module(name, self._modules[name])
+            self._loaded.add(name)
 
     def _load_module(self, name: str, module: ObjectCode) -> None:
         from cuda.bindings import driver

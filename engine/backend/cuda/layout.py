@@ -21,6 +21,17 @@ NVFP4_EXPONENT = 20
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceShape:
+    """What of a device decides how much scratch its kernels want."""
+
+    multiprocessors: int
+    shared_bytes: int
+    """of shared memory that a block may ask for"""
+    hopper: bool
+    """compute capability 9.0"""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightLayout:
     """One format: its name in kernels/formats.cuh, and what a unit takes."""
 

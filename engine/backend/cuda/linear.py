@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.backend.cuda.device import CudaDevice
 from engine.backend.cuda.layout import units
 from engine.backend.cuda.products import (
-    MOST_SPLIT_TILES,
     Family,
-    arranged_bytes,
     families_of,
     family_of,
     module_name,
-    partial_bytes,
     product_for,
     source,
     split_work,
 )
+from engine.backend.cuda.reservation import ArrangedActivations
 from engine.backend.cuda.tensor import CudaTensor, address_of
 from engine.backend.protocol import DType, LinearSource, Tensor, WeightFormat
 
-_ARRANGED_BYTES = 64 << 20
-"""Arranged activations of more tokens than this holds are made and used in turns."""
 _ARRANGE_THREADS = 256
 _ARRANGE_WARP_TILES = 4
 """tiles of 64 columns of one token that a warp arranges"""
@@ -58,53 +54,29 @@ class CudaLinear:
         return sum(segment.weight.buffer.size for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True)
-class LinearScratch:
-    """Bytes that products need beside their operands."""
-
-    partials: int
-    arrived: int
-    """must be zero at first, and is zero after every product"""
-    arranged: int
-
-
 class LinearOperation:
     """Launches the products."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._hopper = device.compiler.arch == "sm_90a"
-        self._widest = 0
-        """columns of the widest layer whose activations are arranged"""
+        self._hopper = device.shape.hopper
+        self.arranged = ArrangedActivations(device.shape)
+        """of the layers that were loaded"""
         self._partials: CudaTensor | None = None
         self._arrived: CudaTensor | None = None
         self._arranged: CudaTensor | None = None
 
-    def load(self, parts: Iterable[LinearSource]) -> None:
+    def load(self, parts: Sequence[LinearSource]) -> None:
         """Compile the kernels that these layers need."""
+        self.arranged.add(parts)
         for part in parts:
             columns = part.shape[1]
             for family in families_of(part.format, columns, hopper=self._hopper):
                 text = source(family, part.format, self._device.shared_bytes)
                 self._device.load(module_name(family, part.format), text)
-                if family is Family.HOPPER:
-                    self._widest = max(self._widest, columns)
-
-    def scratch(self, max_tokens: int) -> LinearScratch:
-        """What the layers that were loaded need for steps of up to `max_tokens` tokens."""
-        arranged = 0
-        if self._widest:
-            arranged = arranged_bytes(self._tokens_at_once(max_tokens, self._widest), self._widest)
-        return LinearScratch(
-            partials=partial_bytes(
-                self._device.shared_bytes, self._device.multiprocessors, hopper=self._hopper
-            ),
-            arrived=MOST_SPLIT_TILES * 4,
-            arranged=arranged,
-        )
 
     def reserve(self, partials: CudaTensor, arrived: CudaTensor, arranged: CudaTensor | None) -> None:
-        """The memory of `scratch`; `arrived` is zero."""
+        """The memory of `reserve_step`; `arrived` is zero."""
         self._partials, self._arrived, self._arranged = partials, arrived, arranged
 
     def __call__(self, x: Tensor, weight: CudaLinear, out: Tensor) -> None:
@@ -112,7 +84,7 @@ class LinearOperation:
         tokens, columns = x.shape[0], weight.shape[1]
         at_once = tokens
         if any(self._family(segment, tokens) is Family.HOPPER for segment in weight.segments):
-            at_once = self._tokens_at_once(tokens, columns)
+            at_once = self.arranged.tokens_at_once(tokens, columns)
         for begin in range(0, tokens, at_once or 1):
             count = min(at_once, tokens - begin)
             x_address = address_of(x) + begin * columns * 2
@@ -127,12 +99,6 @@ class LinearOperation:
 
     def _family(self, segment: LinearSegment, tokens: int) -> Family:
         return family_of(segment.format, segment.columns, tokens, hopper=self._hopper)
-
-    @staticmethod
-    def _tokens_at_once(tokens: int, columns: int) -> int:
-        """Tokens whose arranged activations fit `_ARRANGED_BYTES`, in whole tiles."""
-        most = _ARRANGED_BYTES // (units(columns) * 256) // 128 * 128
-        return min(tokens, max(most, 128))
 
     def _arrange(self, x_address: int, tokens: int, columns: int) -> None:
         assert self._arranged, "the layer was loaded after reserve()"

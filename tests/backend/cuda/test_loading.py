@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.backend.cuda import loading, staging
+from engine.backend.cuda import segments, staging
 from engine.backend.cuda.inputs import InputWriter, io_bytes
 from engine.backend.cuda.layout import NVFP4_EXPONENT
 from engine.backend.cuda.linear import CudaLinear, LinearSegment
@@ -28,7 +28,7 @@ CHUNK = 1 << 13
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(loading, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(segments, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(staging, "_SHARED_COPY_BYTES", 1000)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.backend.cuda.attention import AttentionPlan, decode_splits
 from engine.backend.cuda.layout import units
-from engine.backend.cuda.loading import bytes_of_rows, row_chunks
+from engine.backend.cuda.loading import row_chunks
 from engine.backend.cuda.products import (
     MOST_SPLIT_TILES,
     Family,
@@ -22,6 +22,7 @@ from engine.backend.cuda.products import (
     source,
     split_work,
 )
+from engine.backend.cuda.segments import bytes_of_rows
 from engine.backend.cuda.staging import CHUNK_BYTES
 from engine.backend.protocol import LinearSource, WeightFormat
 from engine.errors import CheckpointError
