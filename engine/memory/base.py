@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from cuda.core import Stream
 
 __all__ = [
+    "BypassListener",
     "BypassReporter",
     "DeviceGauge",
     "ForeignMemoryResource",
@@ -88,12 +88,19 @@ class DeviceGauge(Protocol):
         """How often the calling thread's last request was asked again before it got its outcome."""
 
 
+class BypassListener(Protocol):
+    """Is told of device memory that went past every resource."""
+
+    def __call__(self, size: int, text: str, *, expected: bool) -> None:
+        """`size` bytes, described by `text`. `expected`: loading kernels brings such, by the hundred."""
+
+
 @runtime_checkable
 class BypassReporter(Protocol):
     """A gauge that may learn of device memory which went past every resource."""
 
-    def report_bypasses(self, listener: Callable[[int, str], None]) -> None:
-        """Have `listener` called with the bytes and the description of each, once."""
+    def report_bypasses(self, listener: BypassListener) -> None:
+        """Have `listener` called for each, once."""
 
 
 class PointerResource(MemoryResource):

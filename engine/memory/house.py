@@ -192,6 +192,6 @@ class MemoryHouse:
             self.lines.close()
 
 
-def _note_bypass(tracing: TracingMemoryResource, size: int, text: str) -> None:
+def _note_bypass(tracing: TracingMemoryResource, size: int, text: str, *, expected: bool) -> None:
     if not tracing.recorder.closed:
-        tracing.note(text, kind=EventKind.BYPASS, size=size)
+        tracing.note(text, kind=EventKind.BYPASS, size=size, always=not expected)

@@ -170,13 +170,25 @@ class TracingMemoryResource(MemoryAdaptor):
             live = self._live = self._live - size
         self._succeeded(index, asked, ptr, live)
 
-    def note(self, text: str, *, kind: EventKind = EventKind.NOTE, size: int = 0, tag: str = "other") -> None:
-        """Record and print what is not a request: a retry, a bypass, a free of an unknown pointer."""
+    def note(
+        self,
+        text: str,
+        *,
+        kind: EventKind = EventKind.NOTE,
+        size: int = 0,
+        tag: str = "other",
+        always: bool = True,
+    ) -> None:
+        """Record and print what is not a request: a retry, a bypass, a free of an unknown pointer.
+
+        Unless it is to be printed `always`, a small one is printed as a small request would be.
+        """
         asked = (kind, 0, size, 0, 0, self._api, tag, "", current_requests())
         free, is_read = self._free(0, self._live)
         outcome = _Outcome(EventState.OK, 0, self._live, free, is_read, text=text)
         self.recorder.end(self.recorder.begin(*asked), *outcome)
-        self._print(asked, outcome)
+        if always or size >= self._min_bytes or free < self._low_free_bytes:
+            self._print(asked, outcome)
 
     # -- outcomes --------------------------------------------------------------------------------------------
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from engine.memory.adaptors import gauge_of
-from engine.memory.base import Overheads, PointerResource
+from engine.memory.base import BypassListener, Overheads, PointerResource
 from engine.memory.cuda.device import CudaDeviceAccount
 from engine.memory.cuda.runtime import OUT_OF_MEMORY, CudaCallError, CudaRuntime, is_sticky
 from engine.memory.errors import (
@@ -122,10 +121,12 @@ class _CudaMemoryResource(PointerResource):
         if self._account.book is not None:
             self._account.book.close()
 
-    def report_bypasses(self, listener: Callable[[int, str], None]) -> None:
+    def report_bypasses(self, listener: BypassListener) -> None:
         book = self._account.book
         if book is not None:
-            book.listener = lambda bypass: listener(bypass.size, bypass.describe())
+            book.listener = lambda bypass: listener(
+                bypass.size, bypass.describe(), expected=bypass.in_library_step
+            )
 
     # -- failures ------------------------------------------------------------------------------------------
 
