@@ -6,6 +6,7 @@ CUPTI should watch from before the context is made, so these tests want a proces
 
 from __future__ import annotations
 
+import ctypes
 import io
 import re
 from collections.abc import Iterator
@@ -109,6 +110,40 @@ def test_a_cudamallocasync_behind_the_allocators_back_is_found(observed: Observe
     last = observed.house.ledger()
     assert last.bypass == before.bypass
     assert abs(last.residual - before.residual) <= RESIDUAL
+
+
+def test_what_others_take_of_our_pool_is_found_and_counted_once(observed: Observed) -> None:
+    from cuda.bindings import runtime
+
+    if observed.memory.read_pool() is None:
+        pytest.skip("this allocator has no pool")
+    held = observed.house.resource.acquire(32 * MIB, None)
+    before = observed.house.ledger()
+    ptr = called(runtime.cudaMallocFromPoolAsync(20 * MIB, observed.memory._pool, 0))
+    after = observed.house.ledger()
+    assert re.search(r"BYPASS size=20\.0 MiB kind=device_async name=\S", observed.bypasses[-1])
+    assert after.bypass == before.bypass, "the pool's own figures have it"
+    assert abs(after.residual - before.residual) <= RESIDUAL
+    called(runtime.cudaFreeAsync(ptr, 0))
+    observed.house.resource.release(held, 32 * MIB, None)
+
+
+def test_what_a_library_takes_is_found_by_the_librarys_name(observed: Observed) -> None:
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    try:
+        loaded = pathfinder.load_nvidia_dynamic_lib("cublas")
+    except pathfinder.DynamicLibNotFoundError as error:
+        pytest.skip(f"no library that allocates: {error}")
+    cublas = ctypes.CDLL(loaded.abs_path)
+    before = observed.house.ledger()
+    handle = ctypes.c_void_p()
+    assert cublas.cublasCreate_v2(ctypes.byref(handle)) == 0
+    after = observed.house.ledger()
+    taken = before.free - after.free
+    found = [line for line in observed.bypasses if "cublas" in line]
+    assert found or taken == 0
+    assert abs(after.residual - before.residual) <= 64 * MIB
+    assert cublas.cublasDestroy_v2(handle) == 0
 
 
 def test_a_modules_variable_is_found_by_its_name(observed: Observed) -> None:
