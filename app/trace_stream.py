@@ -201,7 +201,7 @@ class TraceStream:
             async with self._lock:
                 if self._count > count:
                     return
-                found = await anyio.to_thread.run_sync(self._poll)
+                found = [] if self._is_quiet() else await anyio.to_thread.run_sync(self._poll)
                 for piece in found:
                     self._add(piece)
                 if not found:
@@ -231,6 +231,16 @@ class TraceStream:
             return False
         self._cursor = self._reader.cursor()
         return True
+
+    def _is_quiet(self) -> bool:
+        """Nothing is new. Most of the time that is so, and knowing it takes no thread."""
+        reader, cursor = self._reader, self._cursor
+        if reader is None or cursor is None or cursor.open:
+            return False
+        try:
+            return reader.newest <= cursor.newest and not reader.replaced
+        except OSError:
+            return False
 
     def _poll(self) -> list[Piece]:
         """What is new in the file, or in the file that took its place."""

@@ -3,8 +3,9 @@
 For ``--seconds`` clients ask for completions of random lengths; one in five leaves after some tokens. Then
 the engine is killed with SIGKILL three times while they go on. Counted is what must be zero: requests without
 an answer (a finish reason, or an error that says why), blocks still held at the end, processes left behind.
-And the server's resident memory, from the first quarter of the quiet part to the last. Prints a table and
-writes ``benchmarks/results/server_soak.json``.
+And resident memory, of the server and of its first engine, from the second quarter of the quiet part to the
+last: in the first the engine's KV cache is touched for the first time. Prints a table and writes
+``benchmarks/results/server_soak.json``.
 
     python benchmarks/server_soak.py --model path/to/checkpoint
 """
@@ -104,8 +105,8 @@ async def soak(server: Server, clients: int, seconds: float) -> dict[str, Any]:
         "without_an_answer": sum(
             count for name, count in (outcomes + killed).items() if name.startswith(("no answer", "error w"))
         ),
-        "server_rss": [_mean(samples[:quarter]), _mean(samples[-quarter:])],
-        "engine_rss": [_mean(engine_samples[:quarter]), _mean(engine_samples[-quarter:])],
+        "server_rss": [_mean(samples[quarter : 2 * quarter]), _mean(samples[-quarter:])],
+        "engine_rss": [_mean(engine_samples[quarter : 2 * quarter]), _mean(engine_samples[-quarter:])],
     }
 
 
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     arguments = parser.parse_args()
     flags = [arguments.model] if arguments.model else []
-    flags += ["--kv-cache-memory", "256MiB", "--max-engine-restarts", str(KILLS), "--alloc-trace"]
+    flags += ["--kv-cache-memory", "64MiB", "--max-engine-restarts", str(KILLS), "--alloc-trace"]
     with Server(*flags) as server:
         result = anyio.run(soak, server, arguments.clients, arguments.seconds)
         server.wait_ready()
@@ -135,14 +136,16 @@ def main() -> None:
         engines = server.engines()
         result["engines"] = len(engines)
     result["processes_left"] = sum(Path(f"/proc/{pid}").exists() for pid in (server.pid, *engines))
-    before, after = result["server_rss"]
-    result["server_rss_ratio"] = after / before
+    for name in ("server_rss", "engine_rss"):
+        before, after = result[name]
+        result[f"{name}_ratio"] = after / before
     checks = {
         "without_an_answer": result["without_an_answer"] == 0,
         "blocks_held": result["blocks_held"] == 0,
         "processes_left": result["processes_left"] == 0,
         "restarts": result["restarts"] == KILLS,
         "server_rss_ratio": result["server_rss_ratio"] <= 1.05,
+        "engine_rss_ratio": result["engine_rss_ratio"] <= 1.05,
     }
     for name, value in result.items():
         verdict = {True: "ok", False: "MISSED"}.get(checks.get(name), "")  # type: ignore[arg-type]
