@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -55,8 +56,12 @@ class Server:
         """Return when the engine is ready."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if httpx.get(f"{self.url}/health").status_code == 200:
-                return
+            if self._process.poll() is not None:
+                assert self._process.stderr is not None
+                raise SystemExit(self._process.stderr.read())
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
             time.sleep(0.05)
         raise SystemExit("the engine was not ready in time")
 
