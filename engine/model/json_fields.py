@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.model.files import shown
+from engine.model.files import shown, text_shown
 
 __all__ = ["Fields"]
 
@@ -28,7 +28,7 @@ class Fields:
     def fault(self, name: str, expected: str) -> CheckpointError:
         """The error that says what `name` is, and what was expected."""
         found = shown(self.raw[name]) if name in self.raw else "nothing"
-        return CheckpointError(f"{self._prefix}{name}: expected {expected}, found {found}")
+        return CheckpointError(f"{self._prefix}{text_shown(name)}: expected {expected}, found {found}")
 
     def count(self, name: str, standard: int | None = None) -> int:
         """An integer from 1 to 2³¹ - 1."""
