@@ -24,7 +24,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
-from engine.levers import Lever, MemoryDemand, describe_levers, find_levers
+from engine.levers import Lever, describe_levers
 from engine.memory.errors import AllocationError, AllocationRequest
 from engine.memory.house import MemoryHouse
 from engine.memory.lines import format_line
@@ -127,9 +127,9 @@ class FailureReporter:
 
     Attributes
     ----------
-    house, demand, decode
-        Set as the engine is built, as far as it came: the memory house, what the engine needs, and how to
-        turn prompt tokens into text. `demand` is called when memory ran out.
+    house, levers, decode
+        Set as the engine is built, as far as it came: the memory house, what finds levers for a request that
+        failed, and how to turn prompt tokens into text.
     on_record
         Told of each record, after it was written.
     """
@@ -139,7 +139,7 @@ class FailureReporter:
         self.config = config
         self.output = output
         self.house: MemoryHouse | None = None
-        self.demand: Callable[[], MemoryDemand] | None = None
+        self.levers: Callable[[AllocationRequest], list[Lever]] | None = None
         self.decode: Callable[[Sequence[int]], str] | None = None
         self.on_record: Callable[[FailureRecord], None] = lambda record: None
 
@@ -218,7 +218,7 @@ class FailureReporter:
         return self.decode(request.prompt_token_ids)
 
     def _levers(self, error: AllocationError) -> list[Lever]:
-        return find_levers(error.request, self.demand()) if self.demand is not None else []
+        return [] if self.levers is None else self.levers(error.request)
 
     def _write(self, record: FailureRecord) -> None:
         path = self.directory / f"{record.id}.json"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import msgspec
 
 from engine.config import EngineConfig, EngineLimits
@@ -12,8 +10,6 @@ from engine.levers import format_size
 from engine.memory.errors import describe_bytes
 
 __all__ = ["KVPlan", "fit_length", "least_blocks", "plan_kv_cache"]
-
-_log = logging.getLogger(__name__)
 
 
 class KVPlan(msgspec.Struct, frozen=True):
@@ -42,7 +38,8 @@ class KVPlan(msgspec.Struct, frozen=True):
 
 
 def fit_length(config: EngineConfig, limits: EngineLimits, block_bytes: int) -> EngineLimits:
-    """Limits for the KV cache that `--kv-cache-memory` gives, known before anything is loaded.
+    """Limits for the KV cache that `--kv-cache-memory` gives, known before anything is loaded: with a shorter
+    `max_model_len` than the model's, if it holds no more.
 
     Raises
     ------
@@ -95,10 +92,4 @@ def plan_kv_cache(config: EngineConfig, limits: EngineLimits, block_bytes: int, 
 
 
 def _shorten(limits: EngineLimits, tokens: int) -> EngineLimits:
-    shorter = min(tokens, limits.max_model_len)
-    _log.warning(
-        "max_model_len is %s, not the model's %s: that is what --kv-cache-memory holds",
-        f"{shorter:,}",
-        f"{limits.max_model_len:,}",
-    )
-    return msgspec.structs.replace(limits, max_model_len=shorter)
+    return msgspec.structs.replace(limits, max_model_len=min(tokens, limits.max_model_len))

@@ -185,6 +185,9 @@ class TraceHeader:
         expected = [[name, kind] for name, kind in _ASKED_NAMES + _ASKED + _OUTCOME]
         if fields != expected or type(header.capacity) is not int or not 0 < header.capacity < 1 << 32:
             raise ValueError("the header describes records of another kind")
+        standard = cls(capacity=1)
+        if any(type(getattr(header, name)) is not type(getattr(standard, name)) for name in cls.__slots__):
+            raise ValueError("the header is damaged")
         return header
 
 

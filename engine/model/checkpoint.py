@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +22,8 @@ __all__ = ["Checkpoint", "StoredTensor", "resolve_model"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ROWS = 1024
+"""of a matrix that are compared at a time: most that differ do so in the first"""
 
 
 class Checkpoint:
@@ -36,7 +39,12 @@ class Checkpoint:
         What the configuration says of quantisation. The tensors decide.
     tensors : dict[str, StoredTensor]
         Every tensor of every shard; no data has been read.
+    log : logging.Logger
+        Where it is said what is odd about the checkpoint.
     """
+
+    has_data = True
+    """Whether tensors can be read; else only what headers say is known."""
 
     def __init__(
         self,
@@ -51,6 +59,7 @@ class Checkpoint:
         self.raw_config = raw_config
         self.declaration = declaration
         self.tensors = tensors
+        self.log = logging.getLogger("vtserve")
         self._files: dict[Path, MappedFile] = {}
         self._below: dict[str, list[str]] = {}
         for name in tensors:
@@ -113,6 +122,14 @@ class Checkpoint:
         """
         stored = self.stored(name)
         return self._mapped(stored.file).view(name, stored)
+
+    def is_equal(self, name: str, other: str) -> bool:
+        """Whether two matrices of one element type and shape hold the same, element by element."""
+        first, second = self.tensor(name), self.tensor(other)
+        return all(
+            np.array_equal(first[row : row + _ROWS], second[row : row + _ROWS], equal_nan=False)
+            for row in range(0, len(first), _ROWS)
+        )
 
     def release(self, name: str) -> None:
         """Let the system drop the pages of `name`: what was copied to the device need not stay resident."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from engine.model.checkpoint import Checkpoint
 from engine.model.quantization.tensors import read_scalar
 
 __all__ = ["is_kv_scale", "read_kv_scales"]
-
-_log = logging.getLogger("vtserve")
 
 _SPELLINGS = ("{0}_proj.{0}_scale", "{0}_scale")
 """below ``self_attn``: ModelOpt's, then compressed-tensors'"""
@@ -40,9 +36,11 @@ def read_kv_scales(checkpoint: Checkpoint) -> list[tuple[float, float]]:
         scales.append((key, found.get("v", key)))
     if without:
         layers = "every layer" if not count else f"layers {', '.join(map(str, without))}"
-        _log.warning("%s: no scales for an FP8 KV cache; 1.0 is used for %s", checkpoint.path, layers)
+        checkpoint.log.warning(
+            "%s: no scales for an FP8 KV cache; 1.0 is used for %s", checkpoint.path, layers
+        )
     if count:
-        _log.info("%s: %d scales of the FP8 KV cache were loaded", checkpoint.path, count)
+        checkpoint.log.info("%s: %d scales of the FP8 KV cache were loaded", checkpoint.path, count)
     return scales
 
 

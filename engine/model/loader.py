@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -17,8 +16,6 @@ from engine.model.quantization import sources
 from engine.model.quantization.tensors import read_bfloat16, read_float32
 
 __all__ = ["Progress", "WeightLoader"]
-
-_log = logging.getLogger("vtserve")
 
 Progress = Callable[[str, int, int], None]
 """Told a label, the bytes done and all bytes"""
@@ -137,7 +134,7 @@ class WeightLoader:
         if unused:
             names = ", ".join(map(text_shown, unused[:_SHOWN]))
             more = f", and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
-            _log.warning(
+            self._checkpoint.log.warning(
                 "%s: %s has no use for %d tensors: %s%s",
                 self._checkpoint.path,
                 self._config.architecture,

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import CheckpointError, UnsupportedModelError
 from engine.model.files import text_shown
 
-__all__ = ["MappedFile", "StoredTensor", "list_tensors"]
+__all__ = ["MappedFile", "StoredTensor", "carrier_of", "list_tensors"]
 
 _BITS = {
     "BOOL": 8,
@@ -102,6 +102,11 @@ def list_tensors(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def carrier_of(dtype: str) -> type[np.generic] | None:
+    """The NumPy type that elements of safetensors' `dtype` are read as; None: they are not read."""
+    return _CARRIERS.get(dtype)
+
+
 class MappedFile:
     """A file's bytes, mapped: pages come in when a tensor is read, and go when it is released."""
 
@@ -120,7 +125,7 @@ class MappedFile:
         UnsupportedModelError
             No tensor of this element type is read.
         """
-        carrier = _CARRIERS.get(stored.dtype)
+        carrier = carrier_of(stored.dtype)
         if carrier is None:
             raise UnsupportedModelError(
                 f"{stored.file}: tensor {text_shown(name)}: element type {stored.dtype} is not served"

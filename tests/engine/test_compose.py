@@ -251,6 +251,19 @@ def test_memory_that_the_device_cannot_read_is_refused(tmp_path: Path, model: st
     assert "PlanningMemoryResource" in str(start.error)
 
 
+def test_a_length_that_the_cache_shortens_is_said_once(
+    tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vtserve"):
+        start = Start(tmp_path, model, kv_cache_memory=64 << 10)
+    assert start.engine is not None
+    shorter = start.engine.limits.max_model_len
+    start.close()
+    assert [record.message for record in caplog.records if "max_model_len" in record.message] == [
+        f"max_model_len is {shorter:,}, not the model's 2,048: that is what --kv-cache-memory holds"
+    ]
+
+
 def test_what_is_wrong_with_the_model_takes_no_record(tmp_path: Path, model: str) -> None:
     start = Start(tmp_path, str(tmp_path / "nothing" / "here"))
     assert start.error is not None

@@ -88,7 +88,7 @@ def test_a_device_that_answers_nothing_does_not_stop_the_record(tmp_path: Path) 
 
     reporter = reporter_in(tmp_path)
     reporter.house = MemoryHouse.build(Lost(100), TraceSettings())
-    reporter.demand = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    reporter.levers = lambda request: 1 / 0  # type: ignore[assignment,return-value]
     record = reporter.report(
         OutOfMemoryError(AllocationRequest(size=5)), doing="EngineCore busy loop", fatal=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -77,15 +76,9 @@ def test_without_it_the_cache_takes_what_is_left_but_no_more_than_the_sequences_
     assert plan(10**9, LIMITS).num_blocks == 4 * 16
 
 
-def test_memory_that_was_asked_for_shortens_the_models_length_with_a_line_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING, "engine.kv_sizing"):
-        given = plan(0, LIMITS, kv_cache_memory=3_000)
+def test_memory_that_was_asked_for_shortens_the_models_length() -> None:
+    given = plan(0, LIMITS, kv_cache_memory=3_000)
     assert (given.num_blocks, given.limits.max_model_len) == (3, 12)
-    assert [record.message for record in caplog.records] == [
-        "max_model_len is 12, not the model's 64: that is what --kv-cache-memory holds"
-    ]
 
 
 def test_what_is_left_never_shortens_it() -> None:

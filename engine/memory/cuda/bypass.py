@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+_NAME_LENGTH = 60
+"""A trace record holds 104 bytes of text: kind, name and what follows it."""
+
 __all__ = ["Bypass", "BypassBook", "ObservedAllocation", "ObservedFailure", "Observer"]
 
 
@@ -23,17 +26,19 @@ class ObservedAllocation:
     """One allocation or release on the device, as an observer reports it."""
 
     address: int
+    """0: no block, but what graphs reserve for the blocks that they ask for"""
     size: int
     """bytes, as they were asked for"""
     kind: str = "device"
-    """``device``, ``device_static`` (a module's variable), ``array``, ``managed``, ``managed_static``"""
+    """``device``, ``device_static`` (a module's variable), ``array``, ``managed``, ``managed_static``,
+    ``graph_reserve``"""
     name: str = ""
     """of a variable, or of the library that asked, where it is known"""
     is_release: bool = False
     pool: int = 0
     """address of the stream-ordered pool that it came from; 0: from none"""
     pool_reserved: int = 0
-    """bytes that the pool held of the device afterwards"""
+    """bytes that the pool held of the device afterwards; 0: not told"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Bypass:
 
     def describe(self) -> str:
         """What follows ``BYPASS size=…`` on a line."""
-        text = f"kind={self.kind} name={' '.join(self.name.split()) or 'unknown'}"
+        text = f"kind={self.kind} name={_shortened(' '.join(self.name.split())) or 'unknown'}"
         if self.error_code:
             return f"{text} failed=yes code={self.error_code}"
         return f"{text} step=library" if self.in_library_step else text
@@ -106,7 +111,8 @@ class BypassBook:
         self._reports: list[ObservedAllocation | ObservedFailure] = []
         self._live: dict[int, Bypass] = {}
         self._reserved: dict[int, int] = {}
-        """bytes of the device that pools hold, other than ours"""
+        """bytes of the device that pools hold, other than ours; those that are told"""
+        self._graphs_reserve = 0
 
     # -- what the resources do -----------------------------------------------------------------------------
 
@@ -154,12 +160,15 @@ class BypassBook:
         Without what library steps have counted.
         """
         with self._lock:
-            blocks = sum(
+            counted = [bypass for bypass in self._live.values() if not bypass.in_library_step]
+            blocks = sum(bypass.size for bypass in counted if not bypass.pool)
+            # Blocks of graphs are in what graphs reserve.
+            untold = sum(
                 bypass.size
-                for bypass in self._live.values()
-                if not bypass.in_library_step and not bypass.pool
+                for bypass in counted
+                if bypass.pool and bypass.pool not in self._reserved and bypass.pool not in self._own_pools
             )
-            return blocks + sum(self._reserved.values())
+            return blocks + sum(self._reserved.values()) + max(untold, self._graphs_reserve)
 
     def settle(self, *, in_library_step: bool = False) -> list[Bypass]:
         """Judge everything that happened until now: what is nobody's, is told to `listener` and returned."""
@@ -172,6 +181,10 @@ class BypassBook:
                 for report in reports:
                     if isinstance(report, ObservedFailure):
                         found.append(Bypass(report.size, "device", report.call, error_code=report.error_code))
+                    elif report.address == 0:
+                        self._graphs_reserve += -report.size if report.is_release else report.size
+                        if not report.is_release:
+                            found.append(Bypass(report.size, report.kind, report.name))
                     elif report.is_release:
                         self._released(report)
                     elif self._strike_out(report):
@@ -232,9 +245,16 @@ class BypassBook:
         if not pool or pool in self._own_pools or in_library_step:
             return
         if any(bypass.pool == pool for bypass in self._live.values()):
-            # An observer that cannot tell what is reserved leaves what is used.
-            used = sum(bypass.size for bypass in self._live.values() if bypass.pool == pool)
-            self._reserved[pool] = max(report.pool_reserved, used)
+            if report.pool_reserved:
+                self._reserved[pool] = report.pool_reserved
         else:
             # The pool gives back what it holds at the next synchronisation, unless it was told to keep it.
             self._reserved.pop(pool, None)
+
+
+def _shortened(name: str) -> str:
+    """Both ends of a long name: mangled ones begin alike."""
+    if len(name) <= _NAME_LENGTH:
+        return name
+    kept = (_NAME_LENGTH - 1) // 2
+    return f"{name[:kept]}~{name[-(_NAME_LENGTH - 1 - kept) :]}"

@@ -146,6 +146,8 @@ class CuptiObserver:
         kind = self._kinds.get(int(record.memory_kind))
         if kind is None:
             return
+        if record.address == 0 and kind == "device":
+            kind = "graph_reserve"  # a graph's allocations have no block of their own before it runs
         operation = self._cupti.ActivityMemoryOperationType
         pool = reserved = 0
         if record.is_async:

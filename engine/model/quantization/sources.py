@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-
-import numpy as np
 
 from engine.backend.protocol import LinearSource, WeightFormat
 from engine.errors import CheckpointError, UnsupportedModelError
@@ -15,8 +12,6 @@ from engine.model.quantization import fp8, nvfp4
 from engine.model.quantization.tensors import read_bfloat16, read_float32
 
 __all__ = ["check_declaration", "has_linear", "is_same_weight", "linear_source", "stored_format"]
-
-_log = logging.getLogger("vtserve")
 
 _KNOWN = frozenset(
     {
@@ -37,8 +32,6 @@ _KNOWN = frozenset(
     }
 )
 _SHOWN = 4
-_ROWS = 1024
-"""of a table that are compared at a time: most that differ do so in the first"""
 
 
 def has_linear(checkpoint: Checkpoint, module: str) -> bool:
@@ -57,11 +50,7 @@ def is_same_weight(checkpoint: Checkpoint, module: str, other: str) -> bool:
         second.shape,
     ):
         return False
-    one, two = (checkpoint.tensor(name) for name in names)
-    return all(
-        np.array_equal(one[row : row + _ROWS], two[row : row + _ROWS], equal_nan=False)
-        for row in range(0, len(one), _ROWS)
-    )
+    return checkpoint.is_equal(*names)
 
 
 def stored_format(checkpoint: Checkpoint, module: str) -> WeightFormat:
@@ -130,7 +119,7 @@ def check_declaration(checkpoint: Checkpoint) -> None:
     """
     declaration = checkpoint.declaration
     if declaration.unserved_kv_cache is not None:
-        _log.warning(
+        checkpoint.log.warning(
             "%s: a KV cache in %s is not served; it is stored in what was asked for, else in bfloat16",
             declaration.source,
             declaration.unserved_kv_cache,
@@ -151,7 +140,9 @@ def check_declaration(checkpoint: Checkpoint) -> None:
             for module in others[:_SHOWN]
         )
         more = f", and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        _log.warning("%s disagrees with the tensors, which decide: %s%s", declaration.source, said, more)
+        checkpoint.log.warning(
+            "%s disagrees with the tensors, which decide: %s%s", declaration.source, said, more
+        )
 
 
 def _linears(checkpoint: Checkpoint) -> Iterator[str]:

@@ -44,7 +44,10 @@ def read_bfloat16(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
         raise UnsupportedModelError(
             f"{stored.file}: tensor {text_shown(name)}: expected BF16, F16 or F32, found {stored.dtype}"
         )
-    return checked(checkpoint, name, stored.dtype, shape).astype(ml_dtypes.bfloat16).view(np.uint16)
+    values = checked(checkpoint, name, stored.dtype, shape)
+    if not checkpoint.has_data:
+        return np.broadcast_to(np.uint16(0), shape)
+    return values.astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
 def read_float32(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -60,7 +63,7 @@ def read_float32(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> n
 
 
 def read_scalar(checkpoint: Checkpoint, name: str) -> float:
-    """A scale of one element.
+    """A scale of one element; 1.0 where only headers are known.
 
     Raises
     ------
@@ -75,6 +78,8 @@ def read_scalar(checkpoint: Checkpoint, name: str) -> float:
             f"{stored.file}: tensor {text_shown(name)}: expected one element (per-tensor scale), "
             f"found shape {list(stored.shape)}"
         )
+    if not checkpoint.has_data:
+        return 1.0
     value = float(read_float32(checkpoint, name, stored.shape).reshape(()))
     if not 0 < value < math.inf:
         raise CheckpointError(
