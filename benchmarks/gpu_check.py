@@ -11,6 +11,7 @@ fails, hangs or loses the context takes nothing with it. ``gpu_check.json`` hold
 - ``resources``: both allocators through the tests that all memory resources share
 - ``bypass``: allocations behind the allocator's back, by every way there is, and CUPTI finds them
 - ``out_of_memory``: failures of the real driver and what they are classified as
+- ``commands``: generate, perplexity and serve as a person starts them, out of memory and killed as well
 - ``lost_context``: after a kernel's illegal access
 - ``memcheck``, ``racecheck``: compute-sanitizer over a short generation
 - ``agreement``: greedy tokens of CPU and CUDA on a real model, near-ties listed (with ``--model``)
@@ -88,6 +89,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     found += [
         Part("resources", [*pytest, "tests/memory/test_every_resource.py"], 60, writes=False),
         Part("bypass", [*pytest, "tests/memory/cuda/test_bypass_on_device.py"], 60, writes=False),
+        Part("commands", module("commands", "--model", mixed), 150),
         Part("out_of_memory", module("out_of_memory", "--model", tiny), 120),
         Part("lost_context", module("lost_context", "--model", tiny), 120),
     ]

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-_NAME_LENGTH = 60
-"""A trace record holds 104 bytes of text: kind, name and what follows it."""
-
 __all__ = ["Bypass", "BypassBook", "ObservedAllocation", "ObservedFailure", "Observer"]
+
+_NAME_LENGTH = 52
+"""A trace record holds 104 bytes of text: kind, name and what follows it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,39 @@ def test_a_name_is_one_word_of_a_line():
     assert text == "kind=device name=two lines"
 
 
+@pytest.mark.parametrize("bypass", [
+    Bypass(1, "managed_static_async", "_ZN" + 200 * "x" + "BYTESE", in_library_step=True),
+    Bypass(1, "managed_static_async", 200 * "y", error_code=999),
+])  # fmt: skip
+def test_a_long_name_leaves_room_in_the_record_for_what_follows(bypass):
+    driver = SeeingDriver()
+    house, _ = build(CudaMallocMemoryResource, driver)
+    driver.book.listener(bypass)
+    (line,) = house.last_lines()
+    assert line.endswith(" step=library" if bypass.in_library_step else " failed=yes code=999")
+    assert f" name={bypass.name[:20]}" in line
+    assert f"{bypass.name[-20:]} " in line
+
+
+def test_what_graphs_reserve_is_counted_once():
+    """As CUPTI reports a graph that allocates: a reserve without an address, then a pool's block."""
+    driver, output = SeeingDriver(), io.StringIO()
+    house, _ = build(CudaMallocMemoryResource, driver, output)
+    driver.others_reserved = 32 * MIB
+    driver.seen.append(ObservedAllocation(0, 32 * MIB, "graph_reserve"))
+    driver.seen.append(ObservedAllocation(1 << 50, 24 * MIB, pool=POOL))
+    assert (house.ledger().bypass, house.ledger().residual) == (32 * MIB, 0)
+    driver.seen.append(ObservedAllocation(1 << 50, 24 * MIB, is_release=True, pool=POOL))
+    assert (house.ledger().bypass, house.ledger().residual) == (32 * MIB, 0)
+    driver.others_reserved = 0
+    driver.seen.append(ObservedAllocation(0, 32 * MIB, "graph_reserve", is_release=True))
+    assert (house.ledger().bypass, house.ledger().residual) == (0, 0)
+    assert bypass_lines(output) == [
+        "[cuda-alloc] BYPASS size=32.0 MiB kind=graph_reserve name=unknown",
+        "[cuda-alloc] BYPASS size=24.0 MiB kind=device_async name=unknown",
+    ]
+
+
 @given(st.data())
 def test_whatever_is_asked_for_in_whatever_order_the_bypasses_are_told_from_ours(data):
     """Addresses are used again at once, by either side, and reports come whenever they come."""

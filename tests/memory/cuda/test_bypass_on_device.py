@@ -128,6 +128,32 @@ def test_what_others_take_of_our_pool_is_found_and_counted_once(observed: Observ
     observed.house.resource.release(held, 32 * MIB, None)
 
 
+def test_what_a_graph_takes_is_found(observed: Observed) -> None:
+    from cuda.bindings import runtime
+
+    before = observed.house.ledger()
+    stream = called(runtime.cudaStreamCreate())
+    called(runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed))
+    ptr = called(runtime.cudaMallocAsync(24 * MIB, stream))
+    graph = called(runtime.cudaStreamEndCapture(stream))
+    ready = called(runtime.cudaGraphInstantiate(graph, 0))
+    called(runtime.cudaGraphLaunch(ready, stream))
+    called(runtime.cudaStreamSynchronize(stream))
+    after = observed.house.ledger()
+    new = observed.bypasses[-2:]
+    assert "size=32.0 MiB kind=graph_reserve" in new[0]
+    assert "size=24.0 MiB kind=device_async" in new[1]
+    assert after.bypass - before.bypass == 32 * MIB
+    assert abs(after.residual - before.residual) <= RESIDUAL
+    called(runtime.cudaFreeAsync(ptr, stream))
+    called(runtime.cudaStreamSynchronize(stream))
+    called(runtime.cudaGraphExecDestroy(ready))
+    called(runtime.cudaGraphDestroy(graph))
+    called(runtime.cudaDeviceGraphMemTrim(0))
+    assert observed.house.ledger().bypass == before.bypass
+    called(runtime.cudaStreamDestroy(stream))
+
+
 def test_what_a_library_takes_is_found_by_the_librarys_name(observed: Observed) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
     try:
