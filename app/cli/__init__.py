@@ -10,6 +10,7 @@ COMMANDS = {
     "serve": LazyCommand("app.cli.serve:serve", "Serve a model over HTTP, in OpenAI's protocol."),
     "generate": LazyCommand("app.cli.generate:generate", "Complete prompts offline."),
     "quantize": LazyCommand("app.cli.quantize:quantize", "Turn a GGUF or 16-bit model into NVFP4."),
+    "trace": LazyCommand("app.cli.trace:trace", "Read, compare, replay and convert memory traces."),
     "perplexity": LazyCommand("app.cli.perplexity:perplexity", "Measure a model on a text file."),
 }
 

@@ -55,7 +55,8 @@ class CommandGroup(click.Group):
             return None
         module, _, attribute = entry.target.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
-        if not any(param.name == "debug" for param in command.params):
+        # A group of verbs leaves it to them: what is said last is what counts.
+        if not isinstance(command, CommandGroup) and not any(p.name == "debug" for p in command.params):
             command.params.append(debug_option())
         return command
 

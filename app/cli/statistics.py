@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.cli.plain_text import aligned
 from engine.memory.adaptors import MemoryStatistics, TagStatistics
 from engine.memory.errors import describe_bytes
 
@@ -23,17 +24,7 @@ def statistics_table(statistics: MemoryStatistics) -> list[str]:
         *(_row(name, counts) for name, counts in segments.items()),
         _row("total", statistics.total),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
-    return [*lines, f"peak: {describe_bytes(statistics.total.peak_bytes)}"]
+    return [*aligned(rows), f"peak: {describe_bytes(statistics.total.peak_bytes)}"]
 
 
 def _row(name: str, counts: TagStatistics) -> tuple[str, ...]:

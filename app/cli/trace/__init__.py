@@ -1,0 +1,31 @@
+"""``vtserve trace VERB``: tools over a recorded memory trace. One module a verb."""
+
+from __future__ import annotations
+
+import click
+
+from app.cli.group import CommandGroup, LazyCommand
+
+VERBS = {
+    "show": LazyCommand("app.cli.trace.show:show", "Print the lines of a trace."),
+    "summary": LazyCommand("app.cli.trace.summary:summary", "Who asked for how much; the failure first."),
+}
+
+EPILOG = """\b
+Examples:
+  vtserve trace summary engine.trace
+  vtserve trace show --follow --kind failed engine.trace
+"""
+
+
+@click.group(
+    cls=CommandGroup,
+    lazy_commands=VERBS,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+def trace() -> None:
+    """Read, compare, replay and convert memory traces.
+
+    A trace is a flight recorder's file or JSON lines; - is standard input.
+    """

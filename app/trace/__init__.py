@@ -1,0 +1,1 @@
+"""Tools over a recorded trace: summary, comparison, replay, other programs' formats. No part of serving."""
