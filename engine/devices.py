@@ -22,10 +22,13 @@ _log = logging.getLogger(__name__)
 class Device(Protocol):
     """What the composition root asks of a device."""
 
-    name: str
-    """``cpu`` or ``cuda``"""
-    capacity: int
-    """bytes that an injected resource is taken to have, if it cannot tell"""
+    @property
+    def name(self) -> str:
+        """``cpu`` or ``cuda``"""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that an injected resource is taken to have, if it cannot tell."""
 
     def open_memory(self, *, observe: bool = False) -> MemoryResource:
         """The device's own resource; with `observe`, one that learns of memory that goes past it."""

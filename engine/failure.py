@@ -37,6 +37,7 @@ __all__ = [
     "FailureReporter",
     "RequestRecord",
     "StepRecord",
+    "failed_line",
     "failure_directory",
     "read_failure",
     "summarize_error",
@@ -167,7 +168,7 @@ class FailureReporter:
         if fatal and house is not None:
             house.stop_printing()  # what is torn down now would push the failure off the screen
             if isinstance(error, AllocationError) and house.tracing is None:
-                self._say(_failed_line(error.request, house.gauge.device))
+                self._say(failed_line(error.request, house.gauge.device))
         self.publish(record, verb=None if step is None else "threw")
         return record
 
@@ -274,8 +275,8 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _failed_line(request: AllocationRequest, device: str) -> str:
-    """The line that the trace would have printed."""
+def failed_line(request: AllocationRequest, device: str) -> str:
+    """The line that a trace prints for `request`."""
     event = TraceEvent(
         EventKind.ALLOC,
         EventState.FAILED,

@@ -26,6 +26,8 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """bytes that the engine then needs less, or may use more"""
     enough: bool
     """this lever alone should do; else it takes others too"""
+    verified: bool = False
+    """a load with this value was planned, and fits; else it is computed"""
 
     def __str__(self) -> str:
         return f"{self.flag} {self.value}"
@@ -91,9 +93,10 @@ def find_levers(request: AllocationRequest, demand: MemoryDemand) -> list[Lever]
 
 def describe_levers(levers: list[Lever]) -> str:
     """One line: what would do, or what helps together."""
-    enough = [str(lever) for lever in levers if lever.enough]
+    enough = [lever for lever in levers if lever.enough]
     if enough:
-        return "to make it fit: " + ", or ".join(enough)
+        checked = " (each planned again)" if all(lever.verified for lever in enough) else ""
+        return "to make it fit: " + ", or ".join(map(str, enough)) + checked
     if levers:
         return "no flag alone makes it fit; these help: " + ", ".join(map(str, levers))
     return "no flag makes it fit"

@@ -73,7 +73,9 @@ _LINE = re.compile(
     r"(?: live=(?P<live>-?[\d.]+) GiB)?(?: free=(?:(?P<free>-?[\d.]+) GiB|unknown))?"
     r"(?P<rest>(?: .*)?)"
 )
-_FIELD = re.compile(r" (err|why|tag|site|alloc|api|pool_used|pool_reserved|retries|code|requests|free_is)=")
+_FIELD = re.compile(
+    r" (err|why|tag|site|alloc|api|pool_used|pool_reserved|retries|code|requests|free_is|planned)="
+)
 _STATES = {
     None: EventState.OK,
     "FAILED": EventState.FAILED,

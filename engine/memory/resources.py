@@ -226,12 +226,28 @@ def host_capacity() -> int:
 
 # -- no memory at all --------------------------------------------------------------------------------------
 
+_SHARED_STEP = 512
+"""what small requests that share a step are rounded up to"""
+
 
 class PlanningMemoryResource(_CapacityMemoryResource):
     """Addresses without memory: what a load would ask of a device of `capacity` bytes, in milliseconds.
 
     Each request takes whole steps of `granularity` bytes from the capacity. Addresses never overlap and are
     never given out again, and nothing is behind them: the buffers are accessible from nowhere.
+
+    Parameters
+    ----------
+    capacity
+        Bytes of the device.
+    granularity
+        Bytes that requests are rounded up to.
+    shared_below
+        Requests of less than this share steps: they are rounded up to 512 bytes only.
+    taken
+        Bytes of the capacity that are gone before the first request: a context, other processes.
+    device
+        What lines begin with.
     """
 
     api = "plan"
@@ -239,16 +255,33 @@ class PlanningMemoryResource(_CapacityMemoryResource):
     is_host_accessible = False
     device_id = -1
 
-    def __init__(self, capacity: int, granularity: int = 1) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        granularity: int = 1,
+        *,
+        shared_below: int = 0,
+        taken: int = 0,
+        device: str = "host",
+    ) -> None:
         if granularity < 1:
             raise ValueError(f"a granularity of {granularity} bytes is not 1 or more")
+        if not 0 <= taken <= capacity:
+            raise ValueError(f"{taken} bytes cannot be taken of a capacity of {capacity}")
         super().__init__(capacity)
         self.granularity = granularity
+        self.device = device
+        self._shared_below = shared_below
+        self._taken = self._charged = taken
         self._step = -(-_ALIGNMENT // granularity) * granularity
         self._next = 1 << 44  # far from any address a process really has
 
     def _cost(self, size: int) -> int:
-        return -(-size // self.granularity) * self.granularity
+        step = min(_SHARED_STEP, self.granularity) if size < self._shared_below else self.granularity
+        return -(-size // step) * step
+
+    def overheads(self) -> Overheads:
+        return Overheads(rounding=self._charged - self._taken - self._live, context=self._taken)
 
     def _map(self, size: int) -> int:
         with self._lock:

@@ -260,3 +260,25 @@ def test_impossible_devices() -> None:
         HostMemoryResource(-1)
     with pytest.raises(ValueError, match="granularity of 0"):
         PlanningMemoryResource(1, 0)
+    with pytest.raises(ValueError, match="2 bytes cannot be taken of a capacity of 1"):
+        PlanningMemoryResource(1, taken=2)
+
+
+def test_small_requests_share_a_plans_steps() -> None:
+    resource = PlanningMemoryResource(16 * MIB, 2 * MIB, shared_below=MIB)
+    held = [resource.allocate(1000), resource.allocate(MIB - 1), resource.allocate(MIB)]
+    assert resource.total - resource.read_free() == 1024 + MIB + 2 * MIB
+    assert resource.overheads().rounding == 24 + 1 + MIB
+    del held
+
+
+def test_what_is_taken_beforehand_is_nobodys_request() -> None:
+    resource = PlanningMemoryResource(10_000, taken=4_000, device="cuda")
+    assert (resource.device, resource.read_free(), resource.live) == ("cuda", 6_000, 0)
+    buffer = resource.allocate(6_000)
+    overheads = resource.overheads()
+    assert (overheads.context, overheads.rounding, resource.read_free()) == (4_000, 0, 0)
+    with pytest.raises(OutOfMemoryError):
+        resource.allocate(1)
+    buffer.close()
+    assert resource.read_free() == 6_000
