@@ -6,6 +6,7 @@ The server is killed once: the context of the dead engine goes with it, and the 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -55,6 +56,14 @@ def generate(model: Path, results: Results) -> None:
         first = next((line for line in done.stderr.splitlines() if " #1 " in line), "")
         results.check(
             first.startswith("[cuda-alloc]") and api in first, f"{name}: auto does not pick the GPU"
+        )
+    if importlib.util.find_spec("cupti") is not None:
+        done = command(*common, "--alloc-observe")
+        bypasses = [line for line in done.stderr.splitlines() if " BYPASS " in line]
+        results.put("generate, observed", tail(done) | {"bypasses": len(bypasses)})
+        ours = all(line.endswith("step=library") for line in bypasses)
+        results.check(
+            done.returncode == 0 and bool(bypasses) and ours, f"generate, observed: {len(bypasses)} bypasses"
         )
 
 
