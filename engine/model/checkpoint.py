@@ -18,10 +18,10 @@ from engine.model.quantization.read_declaration import read_declaration
 from engine.model.read_config import read_model_config
 from engine.model.safetensors_file import MappedFile, StoredTensor, list_tensors
 
-__all__ = ["Checkpoint", "StoredTensor", "resolve_model"]
+__all__ = ["INDEX", "SINGLE", "Checkpoint", "StoredTensor", "resolve_model"]
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _ROWS = 1024
 """of a matrix that are compared at a time: most that differ do so in the first"""
 
@@ -159,12 +159,12 @@ class Checkpoint:
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
     """Those of the single file, or of the shards that an index names."""
-    index = path / _INDEX
+    index = path / INDEX
     if index.exists():
         return _sharded_tensors(index)
-    single = path / _SINGLE
+    single = path / SINGLE
     if not single.is_file():
-        raise CheckpointError(f"{single}: no such file, nor {_INDEX}")
+        raise CheckpointError(f"{single}: no such file, nor {INDEX}")
     return list_tensors(single)
 
 
@@ -186,12 +186,12 @@ def _sharded_tensors(index: Path) -> dict[str, StoredTensor]:
             file = index.parent / name
             if not file.is_file():
                 raise CheckpointError(
-                    f"{index.parent}: shard {text_shown(name)} is missing: {_INDEX} names it"
+                    f"{index.parent}: shard {text_shown(name)} is missing: {INDEX} names it"
                 )
             shards[name] = list_tensors(file)
         if tensor not in shards[name]:
             raise CheckpointError(
-                f"{index.parent / name}: tensor {text_shown(tensor)} is missing, but {_INDEX} places it here"
+                f"{index.parent / name}: tensor {text_shown(tensor)} is missing, but {INDEX} places it here"
             )
     tensors: dict[str, StoredTensor] = {}
     for name, held in shards.items():

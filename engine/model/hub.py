@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.errors import CheckpointError
 from engine.model.files import text_shown
 
-__all__ = ["resolve_model"]
+__all__ = ["hub_reason", "is_hub_id", "resolve_model"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
@@ -39,14 +39,20 @@ def resolve_model(model: str, *, download: Callable[[str], str] | None = None) -
         return path
     if path.exists():
         raise CheckpointError(f"{text_shown(model)}: expected a model directory, found a file")
-    if not _HUB_ID.fullmatch(model) or model.startswith((".", "-")):
+    if not is_hub_id(model):
         raise CheckpointError(
             f"{text_shown(model)}: no such directory, and not a Hugging Face id (OWNER/NAME)"
         )
     try:
         return Path((download or _download)(model))
     except Exception as error:  # the hub's, its HTTP client's and the file system's: one line for each
-        raise CheckpointError(f"{model}: no such directory, and {_reason(error)}") from error
+        raise CheckpointError(f"{model}: no such directory, and {hub_reason(error)}") from error
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` is no path that is there, but may be an id of the hub: OWNER/NAME."""
+    looks_so = bool(_HUB_ID.fullmatch(model)) and not model.startswith((".", "-"))
+    return looks_so and not Path(model).expanduser().exists()
 
 
 def _download(model: str) -> str:
@@ -55,7 +61,7 @@ def _download(model: str) -> str:
     return str(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
 
 
-def _reason(error: Exception) -> str:
+def hub_reason(error: Exception) -> str:
     """What to do about it, by the hub's own classes of errors."""
     from huggingface_hub import constants, errors
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import errors
 
 from engine.errors import CheckpointError
 from engine.model.hub import resolve_model
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from tests.model.fake_hub import Hub, serving
 
 
 def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,94 +104,6 @@ def test_every_failure_is_one_line_with_a_reason(error: Exception, said: str) ->
 # -- the hub's own client ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Hub:
-    """One model on a server, and what was asked of it."""
-
-    files: dict[str, bytes]
-    status: int = 200
-    port: int = 0
-    requests: list[str] = field(default_factory=list)
-
-    def resolve(
-        self, home: Path, model: str = "owner/name", **environ: str
-    ) -> subprocess.CompletedProcess[str]:
-        """`resolve_model` in a process of its own: the client reads its environment when it is imported."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-        variables = {
-            "HF_HOME": str(home),
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.port}",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_XET": "1",
-            "NO_PROXY": "127.0.0.1",
-        }
-        script = (
-            "import sys; from engine.errors import CheckpointError\n"
-            "from engine.model.hub import resolve_model\n"
-            "try: print(resolve_model(sys.argv[1]))\n"
-            "except CheckpointError as error: sys.exit(f'refused: {error}')"
-        )
-        return subprocess.run(
-            [sys.executable, "-c", script, model],
-            env={**kept, **variables, **environ},
-            cwd=home,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-
-class Handler(BaseHTTPRequestHandler):
-    """What the client asks: the model's files, then each file by HEAD and by GET."""
-
-    hub: Hub
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
-
-    def _answer(self, body: bool) -> None:
-        path = urlsplit(self.path).path
-        self.hub.requests.append(path)
-        data = self._data(path)
-        headers = {"Content-Type": "application/json", "X-Repo-Commit": COMMIT}
-        status = self.hub.status
-        if data is None:
-            status, data = 404, b"{}"
-        elif "/resolve/" in path:
-            headers["ETag"] = f'"{sha1(data).hexdigest()}"'
-        if status == 401:
-            headers["X-Error-Code"] = "RepoNotFound"
-        elif status == 403:
-            headers["X-Error-Code"] = "GatedRepo"
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def _data(self, path: str) -> bytes | None:
-        if "/resolve/" in path:
-            return self.hub.files.get(path.split("/resolve/")[1].partition("/")[2])
-        if "/tree/" in path:
-            listing = [
-                {"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()}
-                for name, data in self.hub.files.items()
-            ]
-            return json.dumps(listing).encode()
-        if path.startswith("/api/models/owner/name"):
-            siblings = [{"rfilename": name} for name in self.hub.files]
-            return json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": siblings}).encode()
-        return None
-
-
 WANTED = {
     "config.json": b'{"a": 1}',
     "model-00001-of-00002.safetensors": b"x" * 1000,
@@ -222,17 +124,8 @@ UNWANTED = {
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub({**WANTED, **UNWANTED})
-    handler = type("HubHandler", (Handler,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        hub.port = server.server_address[1]
-        thread = Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving({**WANTED, **UNWANTED}) as hub:
+        yield hub
 
 
 def test_an_id_is_fetched_once_without_what_is_not_needed(hub: Hub, tmp_path: Path) -> None:
