@@ -11,6 +11,7 @@ from app.closing import OpenStreams
 from app.engine_client import ClientSettings, EngineClient
 from app.metrics import ServerMetrics
 from app.routes.debug import debug_router
+from app.routes.memory_page import memory_page_router
 from app.server import ServerSettings, create_app
 from app.service import Service
 from app.serving import serve, url_of
@@ -85,7 +86,9 @@ async def run_server(
         priority_scheduling=settings.engine.scheduling_policy == "priority",
     )
     streams = OpenStreams()
-    app = create_app(service, settings.server, debug_routers=[debug_router(client)], streams=streams)
+    app = create_app(
+        service, settings.server, debug_routers=[debug_router(client), memory_page_router()], streams=streams
+    )
     async with client.running():
         say(f"listening on {url_of(listener)}; the engine is loading {settings.model_names[0]}")
         status = await serve(
