@@ -22,11 +22,6 @@ def normalized(requirement: str) -> str:
 
 
 DECLARED = {normalized(requirement) for requirement in PROJECT["dependencies"]}
-OPTIONAL = {
-    ROOT / "app/trace/exporters/perfetto.py": "export",
-    ROOT / "app/trace/exporters/pprof.py": "export",
-}
-"""modules that are imported only when the packages of an extra are there"""
 OPTIONAL = {"cupti": "observe", "google": "export", "perfetto": "export"}
 """extras by what they bring: imported where they are asked for, and missed in one line"""
 PINNED = {"llvmlite": "numba", "pydantic-core": "pydantic"}
@@ -72,9 +67,7 @@ def test_every_import_is_declared() -> None:
         # A namespace's distributions are told apart by the level below.
         names = by_module.get(".".join(name.split(".")[:2])) or by_module.get(top)
         assert names, f"{path}: {name} is not installed"
-        extra = PROJECT["optional-dependencies"].get(OPTIONAL.get(path, ""), [])
-        declared = DECLARED | {normalized(requirement) for requirement in extra}
-        if not {PINNED.get(owner, owner) for owner in names} & declared:
+        if not {PINNED.get(owner, owner) for owner in names} & DECLARED:
             missing.add(f"{path.relative_to(ROOT)}: {name} comes from {', '.join(sorted(names))}")
     assert count > 100
     assert not missing
