@@ -9,6 +9,9 @@ from app.cli.group import CommandGroup, LazyCommand
 COMMANDS = {
     "serve": LazyCommand("app.cli.serve:serve", "Serve a model over HTTP, in OpenAI's protocol."),
     "generate": LazyCommand("app.cli.generate:generate", "Complete prompts offline."),
+    "plan": LazyCommand("app.cli.plan:plan", "Say what a load would take, and whether it fits."),
+    "chat": LazyCommand("app.cli.chat:chat", "Talk to a model that is served."),
+    "bench": LazyCommand("app.cli.bench:bench", "Measure a server under load."),
     "quantize": LazyCommand("app.cli.quantize:quantize", "Turn a GGUF or 16-bit model into NVFP4."),
     "trace": LazyCommand("app.cli.trace:trace", "Read, compare, replay and convert memory traces."),
     "perplexity": LazyCommand("app.cli.perplexity:perplexity", "Measure a model on a text file."),
