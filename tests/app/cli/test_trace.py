@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from click.testing import CliRunner, Result
 
 from app.cli import main
 from app.cli.trace.summary import describe_duration
+from app.trace.exporters import EXPORTERS
+from app.trace.source import open_trace
 from engine.memory.lines import parse_line
 from engine.memory.record import MAGIC
 from tests.app.trace.making import MIB, TraceMaker, events_of
@@ -153,6 +156,58 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         == f"Error: {tmp_path}/no: cannot be opened: No such file or directory\n"
     )
     assert "Is a directory" in run("summary", tmp_path).stderr
+
+
+@pytest.mark.parametrize("form", list(EXPORTERS))
+def test_export_writes_what_the_exporter_makes(form: str, loaded: SimpleNamespace, tmp_path: Path) -> None:
+    for package in EXPORTERS[form].packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    with open_trace(loaded.path) as trace:
+        expected = b"".join(EXPORTERS[form].encode(trace.events(), trace.header))
+    out = tmp_path / "out"
+    assert output("export", "--format", form, "--out", out, loaded.path) == ""
+    assert out.read_bytes() == expected
+    assert run("export", "--format", form, loaded.path).stdout_bytes == expected
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
+
+
+def test_export_leaves_nothing_behind_when_it_fails(tmp_path: Path) -> None:
+    source, out = tmp_path / "t.ndjson", tmp_path / "out.csv"
+    source.write_text('{"kind":"alloc","size":1}\n' * 5000 + "{")
+    out.write_text("before")
+    result = run("export", "--format", "rmm-csv", "--out", out, source)
+    assert (result.exit_code, result.stderr) == (1, f"Error: {source}: line 5001: not a JSON object\n")
+    assert out.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.csv", "t.ndjson"]
+    missing = tmp_path / "no" / "out.csv"
+    result = run("export", "--format", "rmm-csv", "--out", missing, source)
+    assert (result.exit_code, result.stderr) == (2, f"Error: --out {missing}: No such file or directory\n")
+
+
+def test_binary_is_not_sent_to_a_terminal(loaded: SimpleNamespace) -> None:
+    master, slave = os.openpty()
+    command = [sys.executable, "-m", "app.cli", "trace", "export", "--format", "torch-snapshot", loaded.path]
+    done = subprocess.run(
+        command, stdout=slave, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60, check=False
+    )
+    os.close(slave)
+    os.close(master)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: --format torch-snapshot is binary: give --out FILE")
+
+
+def test_import_makes_a_trace_of_a_snapshot_and_of_a_log(loaded: SimpleNamespace, tmp_path: Path) -> None:
+    snapshot, log, out = tmp_path / "s.pickle", tmp_path / "log", tmp_path / "t.ndjson"
+    output("export", "--format", "torch-snapshot", "--out", snapshot, loaded.path)
+    log.write_text("a server starts\n" + output("show", loaded.path))
+    for source in (snapshot, log):
+        output("import", "--out", out, source)
+        found = json.loads(output("summary", "--json", out))
+        assert (found["peak"], found["live"], found["failure"]["size"]) == (190 * MIB, 170 * MIB, 64 * MIB)
+    assert run("import", "--format", "torch-snapshot", log).exit_code == 1
+    lines = output("import", "--format", "log", log).splitlines()
+    assert json.loads(lines[0])["kind"] == "header"
+    assert run("import", "--device", 3, snapshot).stderr == "Error: --device 3: expected one of 0\n"
 
 
 def test_closed_reader_is_quiet(make_trace: Callable[..., TraceMaker]) -> None:
