@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": LazyCommand("app.cli.bench:bench", "Measure a server under load."),
     "quantize": LazyCommand("app.cli.quantize:quantize", "Turn a GGUF or 16-bit model into NVFP4."),
     "trace": LazyCommand("app.cli.trace:trace", "Read, compare, replay and convert memory traces."),
+    "doctor": LazyCommand("app.cli.doctor:doctor", "Say what works on this machine."),
     "perplexity": LazyCommand("app.cli.perplexity:perplexity", "Measure a model on a text file."),
 }
 
