@@ -19,14 +19,15 @@ from starlette.responses import Response, StreamingResponse
 from app.failure_store import FailureStore
 from app.http_errors import ApiError, JsonResponse, public_text
 from app.settings import parse_byte_size
+from app.trace.exporters import EXPORTERS
 from app.trace_filter import KINDS, TraceFilter, event_json
 from app.trace_stream import Piece, Position, TracePath, TraceStream, read_recent
-from engine.memory.errors import TraceFileError
+from engine.memory.errors import ConfigurationError, TraceFileError
 from engine.memory.lines import format_line
 from engine.memory.record import EventKind, EventState, TraceEvent
 from engine.memory.recorder import FlightRecorderReader
 
-__all__ = ["EXPORTS", "DebugSource", "debug_router"]
+__all__ = ["DebugSource", "debug_router"]
 
 _KEEP_ALIVE_SECONDS = 15.0
 _MOST_LAST = 1 << 24
@@ -128,19 +129,27 @@ def debug_router(source: DebugSource) -> APIRouter:
 
     @router.get("/export", responses={200: {"content": {NDJSON: {}}}}, response_class=Response)
     async def export(format: str = "ndjson") -> Response:
-        """The whole trace that is held, for other tools."""
+        """The whole trace that is held, in a form that other tools read."""
         path = _trace_path(source)
-        if format not in EXPORTS:
-            expected = ", ".join(sorted(EXPORTS))
+        exporter = EXPORTERS.get(format)
+        if exporter is None:
+            expected = ", ".join(EXPORTERS)
             message = f"format: {public_text(format)[:100]!r}: expected one of {expected}"
             raise ApiError(400, message, param="format")
-        media_type, name, write = EXPORTS[format]
         try:
             reader = await anyio.to_thread.run_sync(FlightRecorderReader, path)
         except TraceFileError:
             raise ApiError(404, "there is no trace yet: the engine is loading", code="not_yet") from None
+        try:
+            pieces = exporter.encode(_all_events(reader), reader.header)
+        except ConfigurationError as error:
+            reader.close()
+            raise ApiError(501, public_text(str(error)), param="format") from None
+        name = f"alloc-trace{exporter.suffix}"
         headers = {**_NO_STORE, "Content-Disposition": f'attachment; filename="{name}"'}
-        return StreamingResponse(iterate_in_threadpool(write(reader)), media_type=media_type, headers=headers)
+        return StreamingResponse(
+            iterate_in_threadpool(pieces), media_type=exporter.media_type, headers=headers
+        )
 
     return router
 
@@ -148,16 +157,10 @@ def debug_router(source: DebugSource) -> APIRouter:
 _NO_STORE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-def _export_ndjson(reader: FlightRecorderReader) -> Iterator[bytes]:
+def _all_events(reader: FlightRecorderReader) -> Iterator[TraceEvent]:
     with reader:
         for piece in reader.chunks():
-            yield b"".join(event_json(event) + b"\n" for event in piece.events())
-
-
-EXPORTS: Mapping[str, tuple[str, str, Callable[[FlightRecorderReader], Iterator[bytes]]]] = {
-    "ndjson": (NDJSON, "alloc-trace.ndjson", _export_ndjson),
-}
-"""By format: the media type, the file's name, and what writes it; it closes the reader"""
+            yield from piece.events()
 
 
 # -- following ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from fastapi import FastAPI
 from app.failure_store import FailureStore
 from app.http_errors import install_error_handlers
 from app.routes.debug import debug_router
+from app.trace.exporters import EXPORTERS
 from app.trace_stream import TraceStream, read_recent
 from engine.config import EngineConfig
 from engine.failure import FailureReporter
@@ -404,9 +406,27 @@ async def test_failures_ledger_and_counts(http: httpx.AsyncClient, source: Sourc
 async def test_export_is_all_that_is_held(http: httpx.AsyncClient, writer: Writer) -> None:
     writer.do(CAPACITY + 5)
     response = await http.get("/debug/alloc/export", params={"format": "ndjson"})
-    assert "attachment" in response.headers["content-disposition"]
-    lost, *records = [json.loads(line) for line in response.text.splitlines()]
+    assert 'filename="alloc-trace.' in response.headers["content-disposition"]
+    header, lost, *records = [json.loads(line) for line in response.text.splitlines()]
+    assert (header["kind"], header["total"]) == ("header", 1 << 30)
     assert (lost["kind"], lost["size"]) == ("gap", 5)
     assert [record["index"] for record in records] == list(range(6, CAPACITY + 6))
     assert records[0]["tag"] == "weights/model.layers.6.mlp"
     assert records[0]["size"] == 6 * 1024
+
+
+@pytest.mark.parametrize("format", sorted(EXPORTERS))
+async def test_every_format_is_that_of_the_command_line(
+    http: httpx.AsyncClient, writer: Writer, path: Path, format: str
+) -> None:
+    writer.do(5, "free", "fail")
+    response = await http.get("/debug/alloc/export", params={"format": format})
+    if response.status_code == 501:
+        pytest.skip(response.json()["error"]["message"])
+    assert response.headers["content-type"].startswith(EXPORTERS[format].media_type)
+    out = io.BytesIO()
+    with FlightRecorderReader(path) as reader:
+        EXPORTERS[format].export(reader.read().events(), reader.header, out)
+    # gzip's header may have the time in it.
+    assert len(response.content) == pytest.approx(len(out.getvalue()), abs=4)
+    assert response.content[:4] == out.getvalue()[:4]
