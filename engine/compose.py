@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 from cuda.core import MemoryResource
@@ -17,7 +18,7 @@ from engine.config import EngineConfig, EngineLimits
 from engine.core import EngineCore
 from engine.devices import choose_device
 from engine.errors import CheckpointError, ConfigurationError
-from engine.failure import FailureRecord, FailureReporter, failure_directory
+from engine.failure import FailureRecord, FailureReporter, failure_directory, summarize_error
 from engine.kv_cache import KVCacheManager
 from engine.kv_sizing import KVPlan
 from engine.memory.errors import TraceFileError
@@ -27,6 +28,12 @@ from engine.model.checkpoint import Checkpoint, resolve_model
 from engine.model.config import ModelConfig
 from engine.model.loader import Progress
 from engine.model.tokenizer import Tokenizer
+from engine.planning.after_load import (
+    TagDifference,
+    compare_with_plan,
+    difference_lines,
+    levers_after,
+)
 from engine.residency import Residency
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -52,6 +59,8 @@ class Engine:
     kv_plan: KVPlan
     kv_bytes: int
     kv_dtype: DType
+    differences: list[TagDifference]
+    """between the load and its plan, by tag; empty where nobody counts tags"""
     _parts: ExitStack
 
     def close(self) -> None:
@@ -131,10 +140,11 @@ def _build(
     )
     parts.callback(residency.close)
     failures.house = house = residency.open_house()
-    failures.levers = residency.estimate_levers
+    failures.levers = partial(levers_after, residency)
     resident = residency.fill()
     limits, plan, cache = residency.limits, resident.kv_plan, resident.kv_cache
     _log.info("%s", plan.describe(cache.nbytes, residency.kv_dtype.label))
+    differences = _compare(residency, house)
     manager = KVCacheManager(
         BlockPool(plan.num_blocks), limits.block_size, prefix_caching=config.enable_prefix_caching
     )
@@ -157,8 +167,24 @@ def _build(
         kv_plan=plan,
         kv_bytes=cache.nbytes,
         kv_dtype=residency.kv_dtype,
+        differences=differences,
         _parts=parts,
     )
+
+
+def _compare(residency: Residency, house: MemoryHouse) -> list[TagDifference]:
+    """Hold the load against its plan, where somebody wants to know."""
+    if house.statistics is None and not _log.isEnabledFor(logging.INFO):
+        return []
+    try:
+        differences = compare_with_plan(residency, house)
+    except Exception as error:
+        # The engine is loaded and well: a plan that goes wrong is not to stop it.
+        _log.warning("the load could not be planned: %s", summarize_error(error))
+        return []
+    for line in difference_lines(differences):
+        _log.info("%s", line)
+    return differences
 
 
 def _close_after(error: BaseException, parts: ExitStack) -> None:

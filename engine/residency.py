@@ -67,6 +67,8 @@ class Residency:
     demand : MemoryDemand or None
         What the engine needs, computed; there once the device's memory is.
     house : MemoryHouse or None
+    total : int
+        Bytes that the device has, or that the memory may take of it; 0 before the house is open.
     kv_plan : KVPlan or None
 
     Raises
@@ -108,7 +110,7 @@ class Residency:
         self.demand: MemoryDemand | None = None
         self.house: MemoryHouse | None = None
         self.kv_plan: KVPlan | None = None
-        self._total = 0
+        self.total = 0
         self._parts = ExitStack()
 
     def open_house(self) -> MemoryHouse:
@@ -132,10 +134,10 @@ class Residency:
                 f"--device {device.name}: it cannot use the memory of {type(upstream).__name__}"
             )
         cap = cap_of(upstream)
-        self._total = gauge.total if cap is None else min(gauge.total, cap)
+        self.total = gauge.total if cap is None else min(gauge.total, cap)
         # An explicit KV cache is checked by allocating it. Else everything must fit the share of the device.
         share = self.config.gpu_memory_utilization
-        limit = None if self.config.kv_cache_memory is not None else int(share * self._total)
+        limit = None if self.config.kv_cache_memory is not None else int(share * self.total)
         house = MemoryHouse.build(upstream, self._trace, output=self._output, gauge=gauge, limit=limit)
         self._parts.callback(house.close)
         self.house = house
@@ -179,7 +181,7 @@ class Residency:
             config=self.config,
             limits=self.limits,
             device=self.device.name,
-            total=self._total,
+            total=self.total,
             limit=None if house.limiting is None else house.limiting.limit,
             weights=self.checkpoint.nbytes,
             scratch=self.checkpoint.largest_tensor,

@@ -19,6 +19,7 @@ from app.cli.options import (
     sampling_flags,
     trace_flags,
 )
+from app.cli.planning import plan_flags, refuse_what_does_not_fit
 
 DEMO_MODEL = "SmolLM2-135M-Instruct"
 DEMO_PROMPT = "The capital of France is"
@@ -74,6 +75,7 @@ prompt_flags = flag_group(
 @engine_flags
 @trace_flags
 @failure_flags
+@plan_flags
 def generate(
     model: dict[str, Any],
     prompts: dict[str, Any],
@@ -81,6 +83,7 @@ def generate(
     engine: dict[str, Any],
     trace: dict[str, Any],
     failure: dict[str, Any],
+    planning: dict[str, Any],
 ) -> None:
     """Complete prompts offline, all in one continuous batch."""
     from app.cli.prompts import gather_prompts
@@ -101,6 +104,7 @@ def generate(
     from app.demo_model import ensure_demo_model
     from engine.config import EngineConfig
     from engine.llm import LLM
+    from engine.planning.after_load import difference_lines
     from engine.sampling_params import SamplingParams
 
     params = SamplingParams(**sampling)
@@ -110,6 +114,7 @@ def generate(
     with ProgressBar(sys.stderr, quiet=settings.trace) as progress:
         if wanted is None:
             config = msgspec.structs.replace(config, model=str(ensure_demo_model(progress)))
+        refuse_what_does_not_fit(config, planning)
         llm = LLM(config, trace=settings, output=sys.stderr, progress=progress)
     with llm:
         writer = make_writer(prompts["output"], prompts=texts, n=params.n, model=wanted or DEMO_MODEL)
@@ -117,7 +122,8 @@ def generate(
         outputs = llm.generate(inputs, params, on_delta=writer.update if prompts["stream"] else None)
         writer.finish(outputs)
         if llm.house.statistics is not None:
-            for line in statistics_table(llm.house.statistics.statistics()):
+            counts = statistics_table(llm.house.statistics.statistics())
+            for line in [*difference_lines(llm.engine.differences), *counts]:
                 click.echo(line, err=True)
     errors = [output.error for output in outputs if output.error is not None]
     if errors:

@@ -20,6 +20,7 @@ from app.cli.options import (
     model_flags,
     trace_flags,
 )
+from app.cli.planning import plan_flags, refuse_what_does_not_fit
 
 DEMO_MODEL = "SmolLM2-135M-Instruct"
 
@@ -170,6 +171,7 @@ supervision_flags = flag_group(
 @supervision_flags
 @trace_flags
 @failure_flags
+@plan_flags
 def serve(
     model_argument: str | None,
     server: dict[str, Any],
@@ -178,6 +180,7 @@ def serve(
     supervision: dict[str, Any],
     trace: dict[str, Any],
     failure: dict[str, Any],
+    planning: dict[str, Any],
 ) -> None:
     """Serve MODEL (a checkpoint directory or a Hub id) over HTTP, in OpenAI's protocol."""
     from app.security import is_loopback, read_api_keys
@@ -217,7 +220,10 @@ def serve(
     # A port that is taken is known before a model is fetched.
     listener = bind(server["host"], server["port"])
     with listener, ProgressBar(sys.stderr, quiet=settings.trace) as progress:
-        path = ensure_demo_model(progress) if wanted is None else resolve_model(wanted)
+        path = ensure_demo_model(progress) if wanted is None else None
+        # What does not fit need not be fetched.
+        refuse_what_does_not_fit(msgspec.structs.replace(config, model=str(path or wanted)), planning)
+        path = path or resolve_model(wanted)
 
         def say(line: str) -> None:
             click.echo(line, err=True)

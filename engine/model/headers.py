@@ -38,7 +38,20 @@ class CheckpointHeaders(Checkpoint):
             Takes what is odd about the checkpoint; None: nobody does.
         """
         headers = super().open(path)
-        headers.log = logging.Logger("unheard", logging.CRITICAL + 1) if log is None else log
+        headers.log = _unheard() if log is None else log
+        return headers
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """The headers of a checkpoint that is open, of which nobody hears what is odd."""
+        headers = cls(
+            checkpoint.path,
+            checkpoint.config,
+            checkpoint.raw_config,
+            checkpoint.declaration,
+            checkpoint.tensors,
+        )
+        headers.log = _unheard()
         return headers
 
     def tensor(self, name: str) -> np.ndarray:
@@ -65,6 +78,10 @@ class CheckpointHeaders(Checkpoint):
                 file.seek(begin)
                 found.append(file.read(end - begin))
         return found
+
+
+def _unheard() -> logging.Logger:
+    return logging.Logger("unheard", logging.CRITICAL + 1)
 
 
 def spots(stored: StoredTensor) -> list[tuple[int, int]]:

@@ -52,7 +52,7 @@ def header_directory(model: str) -> Iterator[Path]:
 
 def _fetch(model: str, target: Path) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # but documented
 
     class Quiet(tqdm):
         """No bar: it is a matter of moments."""

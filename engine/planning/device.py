@@ -14,13 +14,17 @@ from engine.config import EngineConfig
 from engine.errors import ConfigurationError
 from engine.memory.resources import PlanningMemoryResource, host_capacity
 
-__all__ = ["PlanningDevice", "choose_planning_device"]
+__all__ = ["NoDeviceError", "PlanningDevice", "choose_planning_device"]
 
 _CONTEXT_BYTES = 529 << 20
 """A context, its stream and the kernels: measured on an H200 with CUDA 13. Cards differ by some 100 MiB."""
 _DRIVER_STEP = 2 << 20
 """cudaMalloc takes memory from the device in steps of 2 MiB; smaller requests share a step."""
 _SHARED_BELOW = 1 << 20
+
+
+class NoDeviceError(ConfigurationError):
+    """There is no GPU here, and none was named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,8 @@ def choose_planning_device(
         return _cpu(config)
     try:
         return _cuda(config, gpu, gpu_memory)
-    except (ConfigurationError, ImportError):
-        if config.device == "cuda" or gpu is not None:
+    except NoDeviceError:
+        if config.device == "cuda":
             raise
         return _cpu(config)
 
@@ -102,7 +106,10 @@ def _cuda(config: EngineConfig, name: str | None, memory: int | None) -> Plannin
     from engine.backend.cuda.planning import CudaLayout
 
     if name is None:
-        gpu = present_gpu()
+        try:
+            gpu = present_gpu()
+        except (ConfigurationError, ImportError) as error:
+            raise NoDeviceError(str(error)) from error
     elif name in GPUS:
         gpu = GPUS[name]
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +45,16 @@ class _Trials:
             if scale.count == 0:
                 continue
             index = self.gentlest(scale)
-            if index is not None:
-                yield self._lever(scale, index, is_enough=True)
-            else:
-                yield self._lever(scale, scale.count - 1, is_enough=False)
+            with suppress(ConfigurationError):  # even the harshest contradicts another flag
+                if index is not None:
+                    yield self._lever(scale, index, is_enough=True)
+                else:
+                    yield self._lever(scale, scale.count - 1, is_enough=False)
 
     def _fits(self, field: str, value: Any) -> bool:
-        planner, config = self._changed({field: value})
         try:
-            return config is not None and planner.fits(config)
+            planner, config = self._changed({field: value})
+            return planner.fits(config)
         except ConfigurationError:
             return False
 
@@ -82,21 +84,17 @@ class _Trials:
     def _frees(self, fields: dict[str, Any]) -> int:
         """What is needed less, and may be used more."""
         planner, config = self._changed(fields)
-        if config is None:
-            return 0
         capacity = planner.device.capacity
         room = capacity if config.kv_cache_memory else int(config.gpu_memory_utilization * capacity)
         had = self._plan.capacity if self._plan.limit is None else self._plan.limit
         return room - had + self._plan.resident - planner.need(config)
 
-    def _changed(self, fields: dict[str, Any]) -> tuple[Planner, EngineConfig | None]:
+    def _changed(self, fields: dict[str, Any]) -> tuple[Planner, EngineConfig]:
+        """The load with other flags. Raises ConfigurationError if they cannot be used together."""
         planner = self._planner
         if (capacity := fields.get("device_memory")) is not None:
             planner = planner.on(planner.device.of_capacity(capacity))
-        try:
-            return planner, msgspec.structs.replace(self._config, **fields)
-        except ConfigurationError:
-            return planner, None
+        return planner, msgspec.structs.replace(self._config, **fields)
 
     # -- the flags -----------------------------------------------------------------------------------------
 
@@ -121,7 +119,10 @@ class _Trials:
         plan, config = self._plan, self._config
         given = config.kv_cache_memory
         kv_cache = self._planner.kv_cache_of(config)
-        yield _sizes("kv_cache_memory", kv_cache.block_bytes, (given or plan.capacity) - 1, up=False)
+        # A length that was asked for is kept or refused, never shortened.
+        least = -(-kv_cache.longest_sequence // kv_cache.block_size) if config.max_model_len else 1
+        most = (given or plan.capacity) - 1
+        yield _sizes("kv_cache_memory", least * kv_cache.block_bytes, most, up=False)
         if given is None:
             blocks = -(-kv_cache.longest_sequence // kv_cache.block_size)
             yield _lengths(kv_cache.block_size, blocks - 1)

@@ -105,6 +105,8 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     wide: WideTensors
     failure: PlannedFailure | None = None
     levers: list[Lever] = []
+    combination: str | None = None
+    """flags that fit together, where none does alone"""
     estimates: list[str] = []
     """what of this is estimated, for a person"""
 
@@ -239,7 +241,7 @@ class Planner:
         return PlannedFailure(
             request=request.to_dict(),
             line=f"{failed_line(request, device)} planned=yes",
-            what=f"loading {config.model}: {AllocationError(request)}",
+            what=f"{config.model}: {str(AllocationError(request)).replace(' failed: ', ' would fail: ', 1)}",
         )
 
 
@@ -269,7 +271,9 @@ def _events(house: MemoryHouse) -> list[TraceEvent]:
     with house.recorder.reader() as reader:
         piece = reader.read()
         assert piece.dropped == 0, "the recorder holds the whole load"
-        return list(piece.events())
+        events = list(piece.events())
+    failed = [index for index, event in enumerate(events) if event.state is EventState.FAILED]
+    return events[: failed[0] + 1] if failed else events  # what follows is the teardown
 
 
 def _kv_cache(residency: Residency) -> KVCachePlan | None:

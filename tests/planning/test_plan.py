@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.devices import Device, choose_device
+from engine.devices import choose_device
 from engine.errors import CheckpointError
 from engine.memory.adaptors import LimitingMemoryResource
 from engine.memory.errors import AllocationError
-from engine.memory.record import EventKind, EventState
 from engine.memory.settings import TraceSettings
 from engine.model.checkpoint import Checkpoint
 from engine.model.headers import CheckpointHeaders
@@ -24,51 +23,15 @@ from engine.planning.plan import Planner
 from engine.residency import Residency
 from tests.checkpoints import CHECKPOINTS
 from tests.model.checkpoint_files import bfloat16, dense, fp8_linear, modelopt_nvfp4, write_model
+from tests.planning.loads import MIB, TRACE, Run, flags_of, load
 
 EVERY = sorted(str(path.parent.relative_to(CHECKPOINTS)) for path in CHECKPOINTS.glob("*/*/config.json"))
-MIB = 1 << 20
-TRACE = TraceSettings(trace=True, records=1 << 14)
-
-Request = tuple[EventKind, EventState, int, int, str, str, int]
-
-
-class Run:
-    """A load, real or planned: every request in order, and what was live in the end."""
-
-    def __init__(self, config: EngineConfig, device: Device, checkpoint: Checkpoint) -> None:
-        residency = Residency(config, device, checkpoint, trace=TRACE)
-        house = residency.open_house()
-        assert house.recorder is not None
-        assert house.tracing is not None
-        self.error: AllocationError | None = None
-        resident = None
-        try:
-            resident = residency.fill()
-        except AllocationError as error:
-            self.error = error
-            self.requests = self._requests(house)
-            self.error.__traceback__ = None
-        else:
-            self.requests = self._requests(house)
-        self.live = house.tracing.live_by_tag()
-        self.ledger = house.ledger()
-        self.blocks = 0 if residency.kv_plan is None else residency.kv_plan.num_blocks
-        del resident
-        residency.close()
-
-    @staticmethod
-    def _requests(house: Any) -> list[Request]:
-        with house.recorder.reader() as reader:
-            return [
-                (event.kind, event.state, event.sequence, event.size, event.tag, event.site, event.live)
-                for event in reader.read().events()
-            ]
 
 
 def both(model: Path | str, **flags: Any) -> tuple[Run, Run]:
     """The real load and the planned one."""
-    config = EngineConfig(model=str(model), **{"device": "cpu", "device_memory": 256 * MIB, **flags})
-    real = Run(config, choose_device(config, {}), Checkpoint.open(model))
+    config = flags_of(model, **flags)
+    real = load(config)
     planned = Run(config, choose_planning_device(config), CheckpointHeaders.open(model))
     return real, planned
 

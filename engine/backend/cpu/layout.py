@@ -15,7 +15,7 @@ import numpy as np
 from engine.backend.cpu.register_types import LANES, WIDE
 from engine.backend.protocol import DType, LinearSource, StepLimits, Tensor, WeightFormat
 from engine.errors import CheckpointError
-from engine.memory.scope import memory_scope
+from engine.memory.scope import allocation_helper, memory_scope
 
 __all__ = [
     "LARGEST_TILE",
@@ -188,6 +188,7 @@ def reserve_step(
     """
     tokens, seqs = limits.max_tokens, limits.max_seqs
 
+    @allocation_helper
     def reserve(tag: str, shape: tuple[int, ...], dtype: DType = DType.INT32) -> T:
         with memory_scope(tag):
             return allocate(shape, dtype)

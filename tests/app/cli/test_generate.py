@@ -164,7 +164,8 @@ def test_text_is_utf8_whatever_the_locale(generate: Generate) -> None:
 def test_statistics_come_last_on_stderr(generate: Generate) -> None:
     done = generate("--prompt", "a", "--max-tokens", "2", "--alloc-stats")
     assert done.returncode == 0
-    heading, *rows, total, peak = done.stderr.splitlines()
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("plan against actual: ")]
+    heading, *rows, total, peak = lines
     assert heading.startswith("memory by tag")
     assert {"weights", "workspace", "kv"} <= {row.split()[0] for row in rows}
     assert sum(int(row.split()[1].replace(",", "")) for row in rows) == int(total.split()[1].replace(",", ""))
@@ -191,7 +192,8 @@ def test_trace_flags_win_over_variables(generate: Generate, tmp_path: Path) -> N
 def test_out_of_memory_tells_what_failed_and_leaves_a_record(
     generate: Generate, tmp_path: Path, device_memory: str
 ) -> None:
-    done = generate("--prompt", "a", "--device-memory", device_memory, env={"VT_CUDA_ALLOC_TRACE": "on"})
+    arguments = ["--prompt", "a", "--device-memory", device_memory, "--no-plan"]
+    done = generate(*arguments, env={"VT_CUDA_ALLOC_TRACE": "on"})
     assert done.returncode == 1
     assert done.stdout == ""
     lines = done.stderr.splitlines()
@@ -213,7 +215,7 @@ def test_out_of_memory_tells_what_failed_and_leaves_a_record(
 
 
 def test_the_failed_line_needs_no_trace(generate: Generate) -> None:
-    done = generate("--prompt", "a", "--device-memory", "100KiB")
+    done = generate("--prompt", "a", "--device-memory", "100KiB", "--no-plan")
     failed, fatal, *_, last = done.stderr.splitlines()
     assert failed.startswith("[host-alloc] FAILED size=")
     assert " tag=weights/" in failed
@@ -222,11 +224,37 @@ def test_the_failed_line_needs_no_trace(generate: Generate) -> None:
 
 
 def test_the_lever_that_is_named_works(generate: Generate, tmp_path: Path) -> None:
-    generate("--prompt", "a", "--device-memory", "600KiB")
+    generate("--prompt", "a", "--device-memory", "600KiB", "--no-plan")
     [path] = (tmp_path / "state" / "vtserve" / "failures").iterdir()
     lever = next(lever for lever in json.loads(path.read_text())["levers"] if lever["enough"])
     arguments = ["--prompt", "a", "--max-tokens", "1", "--device-memory", "600KiB"]
     assert generate(*arguments, lever["flag"], lever["value"]).returncode == 0
+
+
+def test_what_does_not_fit_is_not_loaded(generate: Generate, tmp_path: Path) -> None:
+    """The plan names the request that fails when it is tried, and nothing is left of it but these lines."""
+    arguments = ["--prompt", "a", "--device-memory", "600KiB"]
+    refused = generate(*arguments)
+    assert refused.returncode == 1
+    assert refused.stdout == ""
+    failed, what, levers, last = refused.stderr.splitlines()
+    assert failed.startswith("[host-alloc] FAILED #")
+    assert failed.endswith(" planned=yes")
+    assert what.startswith("engine-plan: ")
+    assert " would fail: out of memory" in what
+    assert levers.startswith("engine-plan: to make it fit: --device-memory ")
+    assert last == "Error: nothing was loaded: it does not fit, as planned; --no-plan loads it all the same"
+    assert not (tmp_path / "state").exists()
+    tried = generate(*arguments, "--no-plan", env={"VT_CUDA_ALLOC_TRACE": "on"})
+    [real] = [line for line in tried.stderr.splitlines() if "FAILED" in line]
+    assert real == failed.removesuffix(" planned=yes")
+
+
+def test_plan_and_load_agree_to_the_byte(generate: Generate) -> None:
+    done = generate("--prompt", "a", "--max-tokens", "1", "--alloc-stats")
+    found = [line.split() for line in done.stderr.splitlines() if line.startswith("plan against actual: ")]
+    assert {fields[3] for fields in found} == {"weights", "workspace", "io", "kv"}
+    assert all(fields[4] == fields[5] and fields[6] == "+0" for fields in found)
 
 
 def spoil_nothing(model: Path) -> None:

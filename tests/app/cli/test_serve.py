@@ -222,7 +222,8 @@ def test_it_outlives_its_engine_until_no_restart_is_left(start: Start) -> None:
 
 
 def test_memory_that_the_load_lacks_is_served_as_a_record(start: Start) -> None:
-    server = start("--device-memory", "20MiB", "--max-engine-restarts", "1", "--alloc-trace", ready=False)
+    flags = ["--device-memory", "20MiB", "--max-engine-restarts", "1", "--alloc-trace", "--no-plan"]
+    server = start(*flags, ready=False)
     for _ in range(600):
         failures = httpx.get(f"{server.url}/debug/alloc/failures").json()["failures"]
         if failures:
@@ -238,6 +239,23 @@ def test_memory_that_the_load_lacks_is_served_as_a_record(start: Start) -> None:
     status, said = server.end()
     assert status == 1
     assert said.count("engine-fatal: to make it fit: ") == 2
+
+
+def test_what_does_not_fit_is_not_served(checkpoint: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "app.cli", "serve", str(checkpoint), *FLAGS, "--device-memory", "20MiB"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    failed, what, levers, last = done.stderr.splitlines()
+    assert failed.startswith("[host-alloc] FAILED #")
+    assert failed.endswith(" planned=yes")
+    assert " would fail: out of memory" in what
+    assert levers.startswith("engine-plan: to make it fit: ")
+    assert last.startswith("Error: nothing was loaded")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,183 @@
+"""Levers are tried: with each the load fits, with a little less of it it does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.settings import parse_byte_size
+from engine.config import EngineConfig
+from engine.devices import choose_device
+from engine.levers import Lever
+from engine.memory.errors import AllocationRequest, Why
+from engine.model.checkpoint import Checkpoint
+from engine.model.headers import CheckpointHeaders
+from engine.planning.after_load import levers_after
+from engine.planning.device import choose_planning_device
+from engine.planning.levers import find_combination, plan_levers
+from engine.planning.model import plan_load
+from engine.planning.plan import Planner
+from engine.residency import Residency
+from tests.checkpoints import CHECKPOINTS
+from tests.planning.loads import MIB, TRACE, flags_of, load
+
+MODEL = CHECKPOINTS / "llama-untied" / "NVFP4-FP8KV-ct"
+
+TOO_LARGE: list[dict[str, Any]] = [
+    {"device_memory": 9 * MIB},
+    {"device_memory": 9 * MIB, "max_model_len": 1024, "kv_cache_dtype": "bfloat16"},
+    {"device_memory": 16 * MIB, "kv_cache_memory": 12 * MIB},
+    {"device_memory": 16 * MIB, "kv_cache_memory": 12 * MIB, "max_model_len": 512},
+    {"device_memory": 64 * MIB, "gpu_memory_utilization": 0.1},
+    {"device_memory": 16 * MIB, "max_num_batched_tokens": 4096, "max_num_seqs": 512},
+    {"device_memory": 400_000},
+]
+
+
+def planner_for(config: EngineConfig) -> Planner:
+    return Planner(CheckpointHeaders.open(config.model), choose_planning_device(config))
+
+
+def value_of(lever: Lever) -> Any:
+    field = lever.flag.removeprefix("--").replace("-", "_")
+    types = EngineConfig.__annotations__
+    if field in ("device_memory", "kv_cache_memory"):
+        return field, parse_byte_size(lever.value)
+    if field == "gpu_memory_utilization":
+        return field, float(lever.value)
+    return field, lever.value if "DType" in str(types[field]) else int(lever.value)
+
+
+def gentler(field: str, value: Any, config: EngineConfig) -> Any:
+    """A value that the flag might have had instead; None where there is none."""
+    if field == "device_memory":
+        return int(value * 0.98)
+    if field == "kv_cache_memory":
+        return int(value * 1.02)
+    if field == "gpu_memory_utilization":
+        return round(value - 0.01, 2)
+    if field == "max_model_len":
+        return value + config.block_size
+    if field == "max_num_seqs":
+        return value + 1
+    if field == "max_num_batched_tokens":
+        return value + 8
+    return None
+
+
+@pytest.mark.parametrize("flags", TOO_LARGE, ids=str)
+def test_with_every_lever_the_load_fits_and_with_less_of_it_it_does_not(flags: dict[str, Any]) -> None:
+    config = flags_of(MODEL, **flags)
+    planner = planner_for(config)
+    plan = planner.plan(config)
+    assert not plan.fits
+    assert load(config).error is not None
+    levers = plan_levers(planner, config, plan)
+    enough = [lever for lever in levers if lever.enough]
+    assert enough
+    assert levers[: len(enough)] == enough, "those that are enough come first"
+    assert "--device-memory" in {lever.flag for lever in enough}
+    for lever in enough:
+        assert lever.verified
+        assert lever.frees > 0, lever
+        field, value = value_of(lever)
+        changed = msgspec.structs.replace(config, **{field: value})
+        assert load(changed).error is None, lever
+        less = gentler(field, value, config)
+        if less is not None and less != getattr(config, field):
+            assert load(msgspec.structs.replace(config, **{field: less})).error is not None, (lever, less)
+    for lever in levers[len(enough) :]:
+        assert not lever.verified
+        field, value = value_of(lever)
+        assert load(msgspec.structs.replace(config, **{field: value})).error is not None, lever
+
+
+def test_flags_that_fit_together_where_none_does_alone() -> None:
+    config = flags_of(
+        MODEL, device_memory=8 * MIB, max_num_batched_tokens=2048, max_num_seqs=256, max_model_len=2048
+    )
+    plan = plan_load(config)
+    assert not any(lever.enough and lever.flag != "--device-memory" for lever in plan.levers)
+    assert plan.combination is not None
+    flags = re.findall(r"--([a-z-]+) (\S+)", plan.combination)
+    assert len(flags) >= 3
+    changes = {name.replace("-", "_"): int(value) if value.isdigit() else value for name, value in flags}
+    assert load(msgspec.structs.replace(config, **changes)).error is None
+
+
+def test_weights_that_are_too_large_have_no_lever_but_memory(large_model: Path) -> None:
+    config = EngineConfig(model=str(large_model), device="cuda")
+    plan = plan_load(config, gpu="l4", gpu_memory=16 << 30)
+    assert not plan.fits
+    assert (plan.levers, plan.combination) == ([], None)
+    assert plan.limit is not None
+    assert plan.needed["weights"] > plan.limit
+
+
+def test_nothing_is_tried_where_it_fits() -> None:
+    plan = plan_load(flags_of(MODEL))
+    assert plan.fits
+    assert (plan.levers, plan.combination, plan.failure) == ([], None, None)
+
+
+# -- after a real failure ----------------------------------------------------------------------------------
+
+
+def opened(config: EngineConfig) -> Residency:
+    residency = Residency(config, choose_device(config, {}), Checkpoint.open(config.model), trace=TRACE)
+    residency.open_house()
+    return residency
+
+
+def test_a_failure_that_was_to_be_expected_gets_planned_levers() -> None:
+    config = flags_of(MODEL, device_memory=9 * MIB)
+    error = load(config).error
+    assert error is not None
+    levers = levers_after(opened(config), error.request)
+    assert levers == plan_load(config).levers
+    assert all(lever.verified for lever in levers if lever.enough)
+
+
+def test_a_failure_that_no_plan_knows_of_gets_estimates() -> None:
+    """Nothing of what the engine asks for makes a device of this size too small."""
+    config = flags_of(MODEL, device_memory=64 * MIB)
+    residency = opened(config)
+    resident = residency.fill()
+    request = AllocationRequest(size=MIB, tag="workspace/scratch", why=Why.FULL, free=0, live=60 * MIB)
+    levers = levers_after(residency, request)
+    assert levers == residency.estimate_levers(request)
+    assert levers
+    assert not any(lever.verified for lever in levers)
+    del resident
+    residency.close()
+
+
+def test_the_plans_figures_are_consistent() -> None:
+    config = flags_of(MODEL)
+    plan = plan_load(config)
+    ledger = plan.ledger
+    assert ledger["total"] == plan.capacity == ledger["free"] + sum(ledger["segments"].values())
+    assert plan.resident == sum(plan.needed.values()) == sum(plan.tags.values())
+    cache = plan.kv_cache
+    assert cache is not None
+    assert cache.tokens == cache.num_blocks * 16
+    assert cache.sequences_at(1) == cache.sequences_at(16) == cache.num_blocks
+    assert cache.sequences_at(17) == cache.num_blocks // 2
+    assert plan.peak is not None
+    assert plan.load_peak is not None
+    assert plan.peak.bytes == plan.resident, "the CPU repacks nothing beside itself"
+    assert plan.load_peak.bytes == plan.needed["weights"]
+    assert planner_for(config).need(config) < plan.resident, "the smallest cache is smaller"
+
+
+def test_combinations_keep_a_cache_that_was_asked_for() -> None:
+    config = flags_of(MODEL, device_memory=12 * MIB, kv_cache_memory=8 * MIB, max_num_batched_tokens=2048)
+    planner = planner_for(config)
+    found = find_combination(planner, config, planner.plan(config))
+    assert found is not None
+    assert "--kv-cache-memory" in found
+    assert "--max-model-len" not in found
