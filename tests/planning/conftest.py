@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sparse_checkpoint import write_sparse_checkpoint
+from benchmarks.plan_27b import write_sparse_checkpoint
 
 
 @pytest.fixture(scope="session")

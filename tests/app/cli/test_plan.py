@@ -15,7 +15,7 @@ import jsonschema_rs
 import msgspec
 import pytest
 
-from benchmarks.sparse_checkpoint import write_sparse_checkpoint
+from benchmarks.plan_27b import write_sparse_checkpoint
 from engine.planning.plan import LoadPlan
 from tests.checkpoints import CHECKPOINTS
 from tests.model.fake_hub import serving
