@@ -6,6 +6,7 @@ status  meaning
 0       done
 1       anything that failed; one line on stderr, the traceback with ``--debug``
 2       usage: a flag or variable has a value that cannot be used
+3       ``vtserve plan``: it does not fit
 130     interrupted (Ctrl-C)
 141     whoever read standard output closed it
 ======  ========================================================================
