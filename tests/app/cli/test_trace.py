@@ -139,7 +139,7 @@ def test_a_file_cannot_steer_the_terminal(tmp_path: Path) -> None:
         (b"{", "line 1: not a JSON object"),
     ],
 )
-@pytest.mark.parametrize("verb", ["show", "summary"])
+@pytest.mark.parametrize("verb", ["show", "summary", "replay"])
 def test_what_is_no_trace_is_told_in_a_line(verb: str, data: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "what"
     path.write_bytes(data)
@@ -156,6 +156,46 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         == f"Error: {tmp_path}/no: cannot be opened: No such file or directory\n"
     )
     assert "Is a directory" in run("summary", tmp_path).stderr
+
+
+def test_replay_compares_the_allocators(loaded: SimpleNamespace) -> None:
+    lines = output("replay", loaded.path).splitlines()
+    assert lines[:2] == [
+        "6 requests and 2 frees, no limit",
+        "most asked for at once: 234.0 MiB at #6",
+    ]
+    rows = {line.split()[0]: line.split() for line in lines[4:7]}
+    assert rows["malloc"][1:6] == ["2.0", "MiB", "234.0", "MiB", "#6"]
+    assert rows["pool"][1:5] == ["32.0", "MiB", "256.0", "MiB"]
+    assert lines[-1] == "slab: of 1 requests that failed in the trace 1 would succeed"
+
+
+def test_replay_tells_the_first_failure_and_ends_with_3(loaded: SimpleNamespace) -> None:
+    result = run("replay", "--allocator", "malloc", "--capacity", "141MiB", loaded.path)
+    assert result.exit_code == 3
+    line = next(line for line in result.stdout.splitlines() if line.startswith("malloc: FAILED"))
+    assert line.startswith(
+        "malloc: FAILED #3 size=50.0 MiB why=full tag=repack/model.layers.0.mlp site=tests/"
+    )
+    assert "11.0 MiB are free, 10.0 MiB in one piece" in result.stdout
+    assert "pool" not in result.stdout
+
+
+def test_replay_as_json(loaded: SimpleNamespace) -> None:
+    result = run("replay", "--json", "--capacity", "160MiB", "--granularity", "10MiB", loaded.path)
+    assert result.exit_code == 3
+    found = {entry["allocator"]: entry for entry in json.loads(result.stdout)}
+    assert list(found) == ["malloc", "pool", "slab"]
+    assert found["malloc"]["first_failure"]["sequence"] == 3
+    assert {entry["granularity"] for entry in found.values()} == {10 * MIB}
+    assert {entry["capacity"] for entry in found.values()} == {160 * MIB}
+    assert json.loads(output("replay", "--json", loaded.path))[0]["capacity"] is None
+
+
+def test_replay_refuses_steps_that_are_none(loaded: SimpleNamespace) -> None:
+    result = run("replay", "--granularity", "1000", loaded.path)
+    assert result.exit_code == 2
+    assert result.stderr == "Error: --granularity: a granularity of 1000 bytes is no multiple of 512\n"
 
 
 @pytest.mark.parametrize("form", list(EXPORTERS))
