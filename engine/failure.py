@@ -203,7 +203,7 @@ class FailureReporter:
             self._say(f"engine-fatal: {record.doing}{separator}{record.what}")
             if record.allocation is not None and record.allocation.get("error"):
                 self._say(f"engine-fatal: {describe_levers(record.levers)}")
-        self._write(record)
+        self.write(record)
         with suppress(Exception):
             self.on_record(record)
 
@@ -221,7 +221,8 @@ class FailureReporter:
     def _levers(self, error: AllocationError) -> list[Lever]:
         return [] if self.levers is None else self.levers(error.request)
 
-    def _write(self, record: FailureRecord) -> None:
+    def write(self, record: FailureRecord) -> None:
+        """Write `record`, and nothing else; says so on stderr if that fails. Never raises."""
         path = self.directory / f"{record.id}.json"
         record.path = str(path)
         try:

@@ -47,8 +47,8 @@ def verdict(plan: LoadPlan) -> list[str]:
 def refusal_lines(plan: LoadPlan) -> list[str]:
     """Why a load is not begun, in the order of a failure's lines."""
     assert plan.failure is not None
-    lines = [plan.failure.line, f"engine-plan: {plan.failure.what}"]
-    return lines + [f"engine-plan: {text}" for text in _help(plan)]
+    lines = [plan.failure.line, f"engine-fatal: loading {plan.failure.what}"]
+    return lines + [f"engine-fatal: {text}" for text in _help(plan)]
 
 
 def _help(plan: LoadPlan) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +14,10 @@ from app.cli.group import Failure
 from app.cli.options import Flag, flag_group
 from engine.config import EngineConfig
 from engine.errors import VtserveError
+
+if TYPE_CHECKING:
+    from engine.failure import FailureRecord
+    from engine.planning.plan import LoadPlan
 
 __all__ = ["plan_flags", "refuse_what_does_not_fit"]
 
@@ -67,7 +73,28 @@ def refuse_what_does_not_fit(
     if not plan.fits:
         for line in refusal_lines(plan):
             (say or _say)(line)
-        raise Failure("nothing was loaded: it does not fit, as planned; --no-plan loads it all the same", 1)
+        record = _record(config, plan)
+        raise Failure(
+            "nothing was loaded: it does not fit, as planned; --no-plan loads it all the same; "
+            f"failure record: {record.path or record.id}",
+            1,
+        )
+
+
+def _record(config: EngineConfig, plan: LoadPlan) -> FailureRecord:
+    """The failure record of a load that was refused: what would have been live, and whose it would be."""
+    from engine.failure import FailureReporter, failure_directory
+
+    assert plan.failure is not None
+    reporter = FailureReporter(failure_directory(config, os.environ), config, output=sys.stderr)
+    error = VtserveError(plan.failure.what)
+    record = reporter.begin(error, doing=f"planning to load {config.model}", fatal=True)
+    record.allocation = plan.failure.request
+    record.levers = plan.levers
+    record.ledger = plan.ledger
+    record.trace = [plan.failure.line]
+    reporter.write(record)
+    return record
 
 
 def _say(line: str) -> None:

@@ -232,7 +232,7 @@ def test_the_lever_that_is_named_works(generate: Generate, tmp_path: Path) -> No
 
 
 def test_what_does_not_fit_is_not_loaded(generate: Generate, tmp_path: Path) -> None:
-    """The plan names the request that fails when it is tried, and nothing is left of it but these lines."""
+    """The plan names the request that fails when it is tried, and leaves a record as a failure does."""
     arguments = ["--prompt", "a", "--device-memory", "600KiB"]
     refused = generate(*arguments)
     assert refused.returncode == 1
@@ -240,11 +240,19 @@ def test_what_does_not_fit_is_not_loaded(generate: Generate, tmp_path: Path) -> 
     failed, what, levers, last = refused.stderr.splitlines()
     assert failed.startswith("[host-alloc] FAILED #")
     assert failed.endswith(" planned=yes")
-    assert what.startswith("engine-plan: ")
+    assert what.startswith("engine-fatal: loading ")
     assert " would fail: out of memory" in what
-    assert levers.startswith("engine-plan: to make it fit: --device-memory ")
-    assert last == "Error: nothing was loaded: it does not fit, as planned; --no-plan loads it all the same"
-    assert not (tmp_path / "state").exists()
+    assert levers.startswith("engine-fatal: to make it fit: --device-memory ")
+    said, _, written = last.partition("; failure record: ")
+    assert said == "Error: nothing was loaded: it does not fit, as planned; --no-plan loads it all the same"
+    [path] = (tmp_path / "state" / "vtserve" / "failures").iterdir()
+    assert str(path) == written
+    record = json.loads(path.read_text())
+    assert record["doing"].startswith("planning to load ")
+    assert record["trace"] == [failed]
+    assert f"why={record['allocation']['why']}" in failed
+    assert record["ledger"]["segments"]["weights"] > 0
+    assert str(record["levers"][0]["value"]) in levers
     tried = generate(*arguments, "--no-plan", env={"VT_CUDA_ALLOC_TRACE": "on"})
     [real] = [line for line in tried.stderr.splitlines() if "FAILED" in line]
     assert real == failed.removesuffix(" planned=yes")

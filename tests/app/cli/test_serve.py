@@ -241,9 +241,10 @@ def test_memory_that_the_load_lacks_is_served_as_a_record(start: Start) -> None:
     assert said.count("engine-fatal: to make it fit: ") == 2
 
 
-def test_what_does_not_fit_is_not_served(checkpoint: Path) -> None:
+def test_what_does_not_fit_is_not_served(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--device-memory", "20MiB", "--failure-dir", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "app.cli", "serve", str(checkpoint), *FLAGS, "--device-memory", "20MiB"],
+        [sys.executable, "-m", "app.cli", "serve", str(checkpoint), *FLAGS, *flags],
         capture_output=True,
         text=True,
         timeout=60,
@@ -254,8 +255,9 @@ def test_what_does_not_fit_is_not_served(checkpoint: Path) -> None:
     assert failed.startswith("[host-alloc] FAILED #")
     assert failed.endswith(" planned=yes")
     assert " would fail: out of memory" in what
-    assert levers.startswith("engine-plan: to make it fit: ")
+    assert levers.startswith("engine-fatal: to make it fit: ")
     assert last.startswith("Error: nothing was loaded")
+    assert last.endswith(f"failure record: {next(tmp_path.iterdir())}")
 
 
 @pytest.mark.parametrize(
