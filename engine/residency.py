@@ -193,7 +193,9 @@ class Residency:
         return backend
 
     def _plan_kv_cache(self, house: MemoryHouse) -> KVPlan:
-        plan = plan_kv_cache(self.config, self.limits, self.block_bytes, available=house.available)
+        # Keys and values of each layer are a request of their own.
+        available = house.available_in(2 * len(self._specs))
+        plan = plan_kv_cache(self.config, self.limits, self.block_bytes, available=available)
         self._fit(plan.limits)
         self.kv_plan = plan
         if self.demand is not None:

@@ -145,6 +145,15 @@ class MemoryHouse:
         free = self.gauge.read_free()
         return free if self.limiting is None else min(free, self.limiting.available)
 
+    def available_in(self, requests: int) -> int:
+        """Bytes that `requests` more requests can have together: the device may round each of them up.
+
+        A limit counts the bytes that are asked for, the device those that it gives.
+        """
+        step: int = getattr(self.gauge, "granularity", 1)
+        free = self.gauge.read_free() - requests * (step - 1)
+        return free if self.limiting is None else min(free, self.limiting.available)
+
     def ledger(self, moment: str = "") -> Ledger:
         """The ledger now. With neither trace nor statistics no tag is known: all of it is residual."""
         watcher = self.tracing or self.statistics

@@ -13,7 +13,7 @@ from engine.memory.errors import OutOfMemoryError, TraceFileError, Why
 from engine.memory.house import MemoryHouse
 from engine.memory.record import EventState, events
 from engine.memory.recorder import FlightRecorderReader
-from engine.memory.resources import HostMemoryResource
+from engine.memory.resources import HostMemoryResource, PlanningMemoryResource
 from engine.memory.scope import memory_scope
 from engine.memory.settings import TraceSettings
 
@@ -190,3 +190,17 @@ def test_a_resource_that_cannot_be_asked_needs_a_gauge(device: Any) -> None:
     with pytest.raises(TypeError, match="Plain cannot tell its free bytes"):
         MemoryHouse.build(plain, TraceSettings())
     assert MemoryHouse.build(plain, TraceSettings(), gauge=device).resource is plain
+
+
+def test_what_several_requests_can_have_leaves_room_for_rounding() -> None:
+    granular = PlanningMemoryResource(64 * MIB, granularity=2 * MIB)
+    house = MemoryHouse.build(granular, TraceSettings(), limit=60 * MIB)
+    available = house.available_in(10)
+    assert available == 64 * MIB - 10 * (2 * MIB - 1)
+    buffers = [house.resource.allocate(available // 10) for _ in range(10)]
+    assert granular.read_free() >= 0
+    for buffer in buffers:
+        buffer.close()
+    assert MemoryHouse.build(granular, TraceSettings(), limit=16 * MIB).available_in(10) == 16 * MIB
+    exact = MemoryHouse.build(HostMemoryResource(64 * MIB), TraceSettings())
+    assert exact.available_in(10) == exact.available

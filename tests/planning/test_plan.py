@@ -151,3 +151,15 @@ def test_the_request_that_failed_on_a_gpu_is_planned(large_model: Path) -> None:
     residency.close()
     assert (planned.sequence, planned.size, planned.tag) == (known["sequence"], known["size"], known["tag"])
     assert (planned.live, planned.error) == (known["live"], known["error"])
+
+
+@pytest.mark.parametrize("share", [0.9, 0.98, 1.0])
+def test_a_whole_gpu_can_be_filled(share: float) -> None:
+    """What the driver's steps add to each request is left free, so that the last ones fit."""
+    name = CHECKPOINTS / "qwen2" / "NVFP4-modelopt"
+    config = EngineConfig(model=str(name), gpu_memory_utilization=share, max_num_seqs=4096, device="cuda")
+    device = choose_planning_device(config, gpu="rtx-4090", gpu_memory=1 << 30)
+    plan = Planner(CheckpointHeaders.open(name), device).plan(config)
+    assert plan.fits, plan.failure
+    assert plan.kv_cache is not None
+    assert plan.resident > 0.4 * share * (1 << 30)

@@ -226,6 +226,8 @@ class CudaMallocMemoryResource(_CudaMemoryResource):
     """
 
     api = "malloc"
+    granularity = DRIVER_STEP
+    """bytes; a large request takes whole steps of it"""
 
     def __init__(self, account: CudaDeviceAccount, runtime: CudaRuntime, device_id: int = 0) -> None:
         super().__init__(account, runtime, device_id)
