@@ -136,8 +136,6 @@ def summarize(
     total = _groups(table, lifetimes, np.zeros_like(table.tag), ["all"], new, older)
     at_peak = np.concatenate([new, older])
     at_peak = at_peak[np.argsort(-table.size[at_peak], kind="stable")]
-    is_request = (table.kind == EventKind.ALLOC) | (table.kind == EventKind.FREE)
-    failed = is_request & (table.outcome == EventState.FAILED)
     bypasses = (table.kind == EventKind.BYPASS) & (table.outcome == EventState.OK)
     return Summary(
         header=table.header,
@@ -145,8 +143,8 @@ def summarize(
         records=len(table),
         missing=table.missing,
         duration=_duration(table),
-        failure=next((event for event in reversed(table.remarkable) if _failed(event)), None),
-        failures=int(failed.sum()),
+        failure=table.failure,
+        failures=table.failures,
         pending=[
             event
             for event in table.remarkable
@@ -238,10 +236,6 @@ def _duration(table: TraceTable) -> int:
     if not len(known):
         return 0
     return max(int(max(known.max(), table.finished.max())) - int(known.min()), 0)
-
-
-def _failed(event: TraceEvent) -> bool:
-    return event.kind <= EventKind.FREE and event.state is EventState.FAILED
 
 
 def _block(table: TraceTable, row: int) -> Block:

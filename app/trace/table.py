@@ -55,6 +55,21 @@ class TraceTable:
         return len(self.kind)
 
     @property
+    def failure(self) -> TraceEvent | None:
+        """The last request that failed."""
+        failed = (
+            event
+            for event in reversed(self.remarkable)
+            if event.kind <= EventKind.FREE and event.state is EventState.FAILED
+        )
+        return next(failed, None)
+
+    @property
+    def failures(self) -> int:
+        """Requests that failed."""
+        return int(((self.kind <= EventKind.FREE) & (self.outcome == EventState.FAILED)).sum())
+
+    @property
     def allocated(self) -> np.ndarray:
         """Rows of allocations that succeeded."""
         return np.flatnonzero((self.kind == EventKind.ALLOC) & (self.outcome == EventState.OK))

@@ -10,6 +10,7 @@ VERBS = {
     "show": LazyCommand("app.cli.trace.show:show", "Print the lines of a trace."),
     "summary": LazyCommand("app.cli.trace.summary:summary", "Who asked for how much; the failure first."),
     "top": LazyCommand("app.cli.trace.top:top", "Show the memory as it changes, of a file or a server."),
+    "diff": LazyCommand("app.cli.trace.diff:diff", "What one run allocates and another does not."),
     "replay": LazyCommand("app.cli.trace.replay:replay", "The same requests to simulated allocators."),
     "export": LazyCommand("app.cli.trace.export:export", "Write a trace for Perfetto, torch, RMM or pprof."),
     "import": LazyCommand("app.cli.trace.import_:import_", "Read a torch memory snapshot, or a log."),

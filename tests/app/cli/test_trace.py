@@ -198,6 +198,41 @@ def test_replay_refuses_steps_that_are_none(loaded: SimpleNamespace) -> None:
     assert result.stderr == "Error: --granularity: a granularity of 1000 bytes is no multiple of 512\n"
 
 
+def test_diff_tells_what_changed(loaded: SimpleNamespace, make_trace: Callable[..., TraceMaker]) -> None:
+    same = output("diff", loaded.path, loaded.path)
+    assert "all 5 allocations are the same" in same
+    other = make_trace("other")
+    other.allocate("kv", 110 * MIB, "kv")
+    lines = output("diff", "--ignore-lines", loaded.path, other.close()).splitlines()
+    assert lines[0].startswith("before: [host-alloc] FAILED #6 size=64.0 MiB")
+    rows = {line.split()[0]: line.split() for line in lines if line}
+    assert rows["peak"][1:] == ["190.0", "MiB", "110.0", "MiB", "-80.0", "MiB"]
+    assert rows["kv"][1:] == [
+        "tests/app/trace/making.py",
+        "1",
+        "1",
+        "-",
+        "-",
+        "1",
+        "-",
+        "-",
+        "-",
+        "+10.0",
+        "MiB",
+    ]
+    assert rows["weights/model.layers.*.mlp"][2:6] == ["2", "0", "-", "2"]
+    assert "0 allocations are the same, 5 differ" in lines
+
+
+def test_diff_as_json(loaded: SimpleNamespace, make_trace: Callable[..., TraceMaker]) -> None:
+    other = make_trace("other")
+    other.allocate("kv", 110 * MIB, "kv")
+    found = json.loads(output("diff", "--json", loaded.path, other.close()))
+    grown = next(change for change in found["changes"] if change["tag"] == "kv")
+    assert (grown["before"], grown["after"], grown["ordinal"]) == (100 * MIB, 110 * MIB, 1)
+    assert "and 2 more (--top 0)" in output("diff", "--top", 1, loaded.path, other.path)
+
+
 @pytest.mark.parametrize("form", list(EXPORTERS))
 def test_export_writes_what_the_exporter_makes(form: str, loaded: SimpleNamespace, tmp_path: Path) -> None:
     for package in EXPORTERS[form].packages:
