@@ -15,7 +15,7 @@ from app.cli.options import Flag, HelpfulCommand, Number, flag_group
 
 EPILOG = """\b
 Example:
-  vtserve bench serve --num-prompts 100 --request-rate 8 --random-output-len 64
+  vtserve bench serve --num-prompts 100 --request-rate 8
 """
 
 TARGET = "Server"
@@ -164,7 +164,7 @@ result_flags = flag_group(
 )
 
 
-@click.group()
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
     """Measure a server."""
 

@@ -162,14 +162,16 @@ def test_top_p_counts_what_top_k_left() -> None:
 
 
 @given(
-    logits=hnp.arrays(np.float32, (1, 31), elements=st.floats(-8, 8, width=32), unique=True),
+    # On a grid: closer ones may be the same to float32 once the largest is taken off.
+    hundredths=hnp.arrays(np.int32, (1, 31), elements=st.integers(-800, 800), unique=True),
     top_p=st.floats(0.05, 1.0),
     top_k=st.integers(0, 31),
     position=st.integers(0, 1000),
 )
 def test_truncation_agrees_with_sorting_everything(
-    logits: np.ndarray, top_p: float, top_k: int, position: int
+    hundredths: np.ndarray, top_p: float, top_k: int, position: int
 ) -> None:
+    logits = (hundredths / 100).astype(np.float32)
     order = np.argsort(-logits[0], kind="stable")[: top_k or None]
     probabilities = np.exp(logits[0, order].astype(np.float64) - logits.max())
     cumulative = probabilities.cumsum() / probabilities.sum()
