@@ -141,8 +141,8 @@ class _Counts:
     most: int = 0
     peak: dict[_Key, int] = field(default_factory=dict)
     """bytes when most was live"""
-    since: list[tuple[_Key, int]] = field(default_factory=list)
-    """changes since then"""
+    since: dict[_Key, int] = field(default_factory=dict)
+    """what changed since then"""
     first_ns: int = 0
     last_ns: int = 0
 
@@ -168,10 +168,10 @@ class _Counts:
 
     def _change(self, key: _Key, size: int) -> None:
         self.now += size
-        self.since.append((key, size))
+        self.since[key] = self.since.get(key, 0) + size
         if self.now > self.most:
             self.most = self.now
-            for changed, by in self.since:
+            for changed, by in self.since.items():
                 self.peak[changed] = self.peak.get(changed, 0) + by
             self.since.clear()
 
