@@ -6,6 +6,7 @@ what is left then ends with an error. The second stops at once.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import signal
@@ -29,6 +30,7 @@ _BACKLOG = 2048
 _FLUSH_SECONDS = 5.0
 """for clients to read the ends of their responses"""
 _CLEAN_UP_SECONDS = 1.0
+_SECONDS_BETWEEN_WARNINGS = 10.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -131,6 +133,7 @@ async def serve(
             status = 1
             await stop(0)
 
+    asyncio.get_running_loop().set_exception_handler(_QuietAccept())
     with _quiet_cancellation():
         async with anyio.create_task_group() as everything:
             everything.start_soon(watch_signals)
@@ -157,6 +160,25 @@ async def _end_requests(server: uvicorn.Server) -> None:
     with anyio.move_on_after(_CLEAN_UP_SECONDS):
         while tasks:
             await anyio.sleep(0.01)
+
+
+class _QuietAccept:
+    """Takes what asyncio finds wrong outside of tasks.
+
+    Out of descriptors it is told so for every connection that waits, each second, with a traceback; here that
+    is a line now and then.
+    """
+
+    def __init__(self) -> None:
+        self._told = -_SECONDS_BETWEEN_WARNINGS
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._told >= _SECONDS_BETWEEN_WARNINGS:
+            self._told = loop.time()
+            _log.warning("no connection can be accepted: %s (ulimit -n)", error.strerror)
 
 
 @contextmanager

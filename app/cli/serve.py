@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,8 @@ def serve(
         path = path or resolve_model(wanted)
 
         def say(line: str) -> None:
-            click.echo(line, err=True)
+            with suppress(OSError):  # whoever read standard error may have gone; clients have not
+                click.echo(line, err=True)
 
         serving = ServeSettings(
             engine=msgspec.structs.replace(config, model=str(path)),

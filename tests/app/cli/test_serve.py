@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,7 +71,7 @@ Start = Callable[..., Server]
 def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
     servers = []
 
-    def begin(*flags: str, model: Path = checkpoint, ready: bool = True) -> Server:
+    def begin(*flags: str, model: Path = checkpoint, ready: bool = True, limit: int = 0) -> Server:
         named = ["--failure-dir", str(tmp_path / "failures"), "--served-model-name", "tiny"]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.app.faulty_server", str(model), *FLAGS, *named, *flags],
@@ -77,6 +79,7 @@ def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
             text=True,
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(tmp_path)},
+            preexec_fn=lambda: limit and resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
         )
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -306,6 +309,36 @@ def test_a_checkpoint_that_is_damaged_ends_it_at_once(checkpoint: Path, tmp_path
     assert done.returncode == 1
     assert "model.safetensors" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_it_serves_on_when_nobody_reads_what_it_says(start: Start) -> None:
+    server = start("--alloc-trace", "--alloc-trace-min-mib", "0", ready=False)
+    assert server.process.stderr is not None
+    server.process.stderr.close()
+    server.process.stderr = None
+    server.wait_ready()
+    [engine] = server.engines()
+    os.kill(engine, signal.SIGKILL)
+    while server.engines() == [engine] or httpx.get(f"{server.url}/health").status_code != 200:
+        time.sleep(0.05)
+    assert server.client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+
+
+def test_connections_beyond_the_limit_wait(start: Start) -> None:
+    server = start(ready=False, limit=64)
+    server.wait_ready()
+    port = int(server.url.rpartition(":")[2])
+    connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
+    time.sleep(0.5)
+    for connection in connections:
+        connection.close()
+    server.wait_ready()
+    server.process.send_signal(signal.SIGTERM)
+    status, said = server.end()
+    assert status == 0
+    assert "no connection can be accepted: Too many open files (ulimit -n)" in said
 
 
 def test_keys_and_prompts(start: Start, tmp_path: Path) -> None:
