@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from cuda.core import MemoryResource
 
+from engine.backend.keeping import KeepingBackend
 from engine.backend.protocol import Backend, DType
 from engine.config import EngineConfig, EngineLimits
 from engine.devices import Device
@@ -20,7 +21,6 @@ from engine.levers import Lever, MemoryDemand, find_levers
 from engine.memory.adaptors import cap_of
 from engine.memory.errors import AllocationRequest
 from engine.memory.house import MemoryHouse
-from engine.memory.scope import allocation_helper
 from engine.memory.settings import TraceSettings
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
@@ -29,8 +29,6 @@ from engine.model.loader import Progress, WeightLoader
 from engine.model.registry import model_class
 
 __all__ = ["Residency", "Resident"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +154,7 @@ class Residency:
         """
         assert self.house is not None, "open_house() comes before fill()"
         backend = self._open_backend(self.house)
-        keeping: Any = _KeepingBackend(backend)
+        keeping: Any = KeepingBackend(backend)
         config = self.checkpoint.config
         loader = WeightLoader(self.checkpoint, config, keeping, progress=self._progress)
         model = model_class(config.architecture)(config, loader, backend)
@@ -246,38 +244,6 @@ def _with_scales(spec: AttentionStateSpec, loader: WeightLoader, layer: int) -> 
         return spec
     key_scale, value_scale = loader.kv_scales(layer)
     return replace(spec, key_scale=key_scale, value_scale=value_scale)
-
-
-class _KeepingBackend:
-    """A backend that remembers what was loaded, for as long as the load takes.
-
-    cuda.core's buffers must not be destroyed by an exception on its way up: its callback then runs into the
-    pending exception, loses it, and does not free the buffer. So a half-built model must not hold the only
-    reference. What is kept is let go when the exception has been caught.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._kept: list[object] = []
-
-    @allocation_helper
-    def empty(self, *arguments: Any) -> object:
-        return self._keep(self._backend.empty(*arguments))
-
-    @allocation_helper
-    def from_host(self, *arguments: Any) -> object:
-        return self._keep(self._backend.from_host(*arguments))
-
-    @allocation_helper
-    def load_linear(self, *arguments: Any) -> object:
-        return self._keep(self._backend.load_linear(*arguments))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def _keep(self, loaded: T) -> T:
-        self._kept.append(loaded)
-        return loaded
 
 
 class _WorkspaceBytes:

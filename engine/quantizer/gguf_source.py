@@ -103,7 +103,8 @@ class GGUFModel:
         """Dequantised float32 values of one tensor in Hugging Face's layout."""
         entry = self._entries[name]
         try:
-            values = np.asarray(dequantize(entry.data, entry.kind), np.float32).reshape(entry.shape)
+            with np.errstate(all="ignore"):  # what holds no numbers is refused where it is written
+                values = np.asarray(dequantize(entry.data, entry.kind), np.float32).reshape(entry.shape)
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {entry.gguf_name} is {entry.kind.name}, "
@@ -112,9 +113,9 @@ class GGUFModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: tensor {entry.gguf_name} cannot be read: {error}") from None
         if self.architecture == "llama" and ".self_attn.q_proj." in name:
-            return _uninterleave(values, self._heads)
+            return self._uninterleave(values, self._heads, entry)
         if self.architecture == "llama" and ".self_attn.k_proj." in name:
-            return _uninterleave(values, self._kv_heads)
+            return self._uninterleave(values, self._kv_heads, entry)
         return values
 
     def config(self) -> dict[str, Any]:
@@ -171,6 +172,18 @@ class GGUFModel:
     def tokenizer(self) -> TokenizerFiles:
         """The tokenizer, rebuilt from the file's metadata."""
         return rebuild_tokenizer(self._fields, self.path, int(self._positive("context_length")))
+
+    def _uninterleave(self, values: np.ndarray, heads: int, entry: _TensorEntry) -> np.ndarray:
+        """Undo llama.cpp's permutation: rows (pair, half) of each head become (half, pair), as rotate-half
+        wants them.
+        """
+        half, rest = divmod(len(values), 2 * heads)
+        if rest:
+            raise CheckpointError(
+                f"{self.path}: tensor {entry.gguf_name}: {len(values)} rows are not {heads} heads of equal "
+                "and even size"
+            )
+        return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
     def _named_tensors(self) -> Iterator[tuple[str, _TensorEntry]]:
         for entry in self._tensors:
@@ -268,13 +281,6 @@ def convert_gguf(path: Path, out: Path, progress: Progress | None = None) -> Non
         progress(len(model.names), len(model.names))
 
 
-def _uninterleave(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's permutation: rows (pair, half) of each head become (half, pair), as rotate-half wants
-    them."""
-    half = values.shape[0] // heads // 2
-    return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: GGUF's 9.999999747378752e-06 was written as 1e-05."""
     return float(str(np.float32(value)))
@@ -289,7 +295,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[_TensorEntry]]:
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{path}: not a readable GGUF file: {reason}") from None
+        raise CheckpointError(f"{path}: not a readable GGUF file, or only part of one: {reason}") from None
     tensors = [
         _TensorEntry(t.name, tuple(int(n) for n in reversed(t.shape)), t.data, t.tensor_type)
         for t in reader.tensors

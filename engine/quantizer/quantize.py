@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from engine.backend.cpu import CpuBackend
-from engine.backend.protocol import DType, KVLayer
+from engine.backend.keeping import KeepingBackend
+from engine.backend.protocol import Backend, DType, KVLayer
 from engine.errors import CheckpointError, ConfigurationError
 from engine.memory.resources import HostMemoryResource, host_capacity
 from engine.memory.scope import memory_scope
@@ -84,7 +86,11 @@ def quantize_model(
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as unpacked:
             label = f"read {source.name}"
             convert_gguf(source, Path(unpacked), lambda done, total: tell(label, done, total))
-            return _quantize(Path(unpacked), directory, out, calibration, threads, shard_bytes, tell)
+            try:
+                return _quantize(Path(unpacked), directory, out, calibration, threads, shard_bytes, tell)
+            except CheckpointError as error:
+                # What was unpacked is gone when this is read: the GGUF file is at fault.
+                raise type(error)(str(error).replace(unpacked, str(source))) from None
 
 
 def _quantize(
@@ -97,6 +103,7 @@ def _quantize(
     progress: Progress,
 ) -> QuantizeReport:
     source = Source(source_directory)
+    source.check_complete()
     stacks = source.stacks()
     report = QuantizeReport(out)
     report.quantized = [module for stack in stacks if stack.quantizable for module in stack.modules]
@@ -172,8 +179,8 @@ def _quantize_calibrated(
     limits = calibration.limits(config.vocab_size)
     memory = HostMemoryResource(host_capacity())
 
-    def make_backend() -> CpuBackend:
-        return CpuBackend(memory, threads=threads)
+    def make_backend() -> Backend:
+        return cast(Backend, KeepingBackend(CpuBackend(memory, threads=threads)))
 
     backend = QuantizingBackend(
         make_backend(), make_backend, modules, source.weight, calibration.token_weights(), sink

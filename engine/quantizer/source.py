@@ -7,18 +7,26 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
+from engine.backend.cpu.planning import CpuLayout
+from engine.backend.keeping import KeepingBackend
+from engine.backend.planning import PlanningBackend
+from engine.backend.protocol import Backend
 from engine.errors import CheckpointError, UnsupportedModelError
+from engine.memory.resources import PlanningMemoryResource
 from engine.model.checkpoint import Checkpoint, StoredTensor
+from engine.model.headers import CheckpointHeaders
+from engine.model.loader import WeightLoader
 from engine.model.registry import model_class
 from engine.quantizer.nvfp4 import GROUP_SIZE
 
 __all__ = ["LinearStack", "Source"]
 
+_UNLIMITED = 1 << 60
 _FLOATS = ("BF16", "F16", "F32")
 _STACKS = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 """linears that engines stack along N: one product, one global scale"""
@@ -92,6 +100,20 @@ class Source:
         """Number of elements of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
+    def check_complete(self) -> None:
+        """Load the model with no memory behind it: what is made of a source that is no model is none either.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor that the architecture needs is missing, or contradicts config.json.
+        """
+        config = self.checkpoint.config
+        planning = PlanningBackend(PlanningMemoryResource(_UNLIMITED), CpuLayout(threads=1))
+        backend: Any = KeepingBackend(cast(Backend, planning))
+        loader = WeightLoader(CheckpointHeaders.of(self.checkpoint), config, backend)
+        model_class(config.architecture)(config, loader, backend)
+
     def stacks(self) -> list[LinearStack]:
         """The decoder layers' linears, in the order in which a layer uses them."""
         found: dict[tuple[str, ...], list[str]] = {}
@@ -128,9 +150,12 @@ class Source:
         return values
 
     def bfloat16(self, name: str) -> np.ndarray:
-        """A copy of a tensor, rounded to BF16."""
-        values = self.tensor(name).astype(ml_dtypes.bfloat16)
+        """A copy of a tensor, rounded to BF16. Raises CheckpointError where it holds no number then."""
+        with np.errstate(over="ignore"):
+            values = self.tensor(name).astype(ml_dtypes.bfloat16)
         self.checkpoint.release(name)
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{self.tensors[name].file}: tensor {name} holds infinities or NaN in BF16")
         return values
 
     def companions(self) -> Iterator[Path]:

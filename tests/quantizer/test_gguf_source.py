@@ -160,7 +160,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, weights: dict[str
     refused = 0
     for size in [0, 1, 8, 23, 24, 100, *rng.integers(200, len(whole) - 1, 10)]:
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="not a readable GGUF file") as caught:
+        with pytest.raises(CheckpointError, match="not a readable GGUF file, or only part of one") as caught:
             GGUFModel(path)
         assert "\n" not in str(caught.value)
         refused += 1
@@ -168,3 +168,13 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, weights: dict[str
     path.write_bytes(os.urandom(4096))
     with pytest.raises(CheckpointError, match="not a readable GGUF file"):
         GGUFModel(path)
+
+
+def test_heads_that_do_not_divide_the_rows_are_refused(
+    tmp_path: Path, weights: dict[str, np.ndarray]
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, weights, leave_out=frozenset({"head_count"}), fields={"llama.attention.head_count": 7})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(CheckpointError, match=r"tensor blk\.0\.attn_q\.weight: 64 rows are not 7 heads"):
+        GGUFModel(path).tensor(name)

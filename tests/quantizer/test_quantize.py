@@ -9,6 +9,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize as quantize_ggml
 from safetensors.numpy import save_file
 
 from engine.errors import CheckpointError, ConfigurationError, UnsupportedModelError
@@ -255,3 +257,94 @@ def test_a_file_of_zeros_is_not_made_of_a_quantised_model(tmp_path: Path) -> Non
         weight = original[f"{layer}.mlp.gate_proj.weight"].astype(np.float32)
         made = dequantize(nvfp4_of(tensors, f"{layer}.mlp.gate_proj"))
         assert np.linalg.norm(made - weight) < 0.1 * np.linalg.norm(weight)
+
+
+def writable_source(path: Path, model: str = "llama-untied") -> Path:
+    source = path / "source"
+    shutil.copytree(CHECKPOINTS / model / "bf16", source)
+    for entry in (source, *source.iterdir()):
+        entry.chmod(0o755 if entry.is_dir() else 0o644)
+    return source
+
+
+@pytest.mark.parametrize("calibration", [None, TEXT])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"tensor model\.layers\.2\.\S+ is missing"),
+        ({"hidden_size": 64}, r"tensor \S+: expected shape \[\d+, 64\] by config\.json"),
+        ({"intermediate_size": 128}, r"tensor \S+: expected shape \[128, 128\] by config\.json"),
+        ({"num_attention_heads": 8}, r"tensor \S+: expected shape \[\d+, 128\] by config\.json"),
+        ({"vocab_size": 1000}, r"tensor \S+: expected shape \[1000, 128\] by config\.json"),
+    ],
+)
+def test_a_source_that_contradicts_its_configuration_is_refused(
+    tmp_path: Path, change: dict[str, int], message: str, calibration: str | None
+) -> None:
+    """Nothing is written that could not be loaded; with a calibration the same line, and no other."""
+    source = writable_source(tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=message):
+        quantize_model(source, tmp_path / "out", calibration=calibration)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("missing", ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"])
+@pytest.mark.parametrize("calibration", [None, TEXT])
+def test_a_source_without_a_tensor_is_refused(tmp_path: Path, missing: str, calibration: str | None) -> None:
+    source = writable_source(tmp_path)
+    tensors = load_file_bytes(source / "model.safetensors")
+    del tensors[missing]
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {missing} is missing"):
+        quantize_model(source, tmp_path / "out", calibration=calibration)
+
+
+@pytest.mark.parametrize("calibration", [None, TEXT])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model.norm.weight", np.nan), ("model.embed_tokens.weight", np.nan), ("lm_head.weight", np.inf)],
+)
+def test_what_is_not_quantised_must_hold_numbers_too(
+    tmp_path: Path, name: str, value: float, calibration: str | None
+) -> None:
+    source = writable_source(tmp_path)
+    tensors = load_file_bytes(source / "model.safetensors")
+    tensors[name].flat[5] = value
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {name} holds infinities or NaN"):
+        quantize_model(source, tmp_path / "out", calibration=calibration)
+
+
+def test_a_number_too_large_for_bf16_is_refused(tmp_path: Path) -> None:
+    """The largest float32 rounds to infinity in BF16."""
+    source = writable_source(tmp_path)
+    tensors = {n: t.astype(np.float32) for n, t in load_file_bytes(source / "model.safetensors").items()}
+    tensors["model.norm.weight"][0] = np.finfo(np.float32).max
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight holds infinities or NaN in BF16"):
+        quantize_model(source, tmp_path / "out")
+
+
+def test_a_gguf_without_a_layer_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    weights = random_weights(np.random.default_rng(0))
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {name: values for name, values in weights.items() if ".layers.1." not in name})
+    with pytest.raises(CheckpointError, match=r"m\.gguf: tensor model\.layers\.1\.\S+ is missing") as caught:
+        quantize_model(path, tmp_path / "out")
+    assert "partial" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_gguf_that_holds_no_numbers_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Scales of infinity and codes of 0: no warning of NumPy's comes with the line."""
+    weights = random_weights(np.random.default_rng(0))
+    path, name = tmp_path / "m.gguf", "model.layers.0.mlp.up_proj.weight"
+    write_gguf(path, weights, kinds={name: GGMLQuantizationType.Q8_0})
+    clean = path.read_bytes()
+    block = quantize_ggml(weights[name], GGMLQuantizationType.Q8_0).tobytes()[:34]
+    path.write_bytes(clean.replace(block, np.float16(np.inf).tobytes() + bytes(32)))
+    assert path.read_bytes() != clean
+    with pytest.raises(CheckpointError, match=r"m\.gguf/\S+: tensor model\S+ holds infinities or NaN"):
+        quantize_model(path, tmp_path / "out")
