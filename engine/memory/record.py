@@ -187,8 +187,12 @@ class TraceHeader:
         if fields != expected or type(header.capacity) is not int or not 0 < header.capacity < 1 << 32:
             raise ValueError("the header describes records of another kind")
         standard = cls(capacity=1)
-        if any(type(getattr(header, name)) is not type(getattr(standard, name)) for name in cls.__slots__):
-            raise ValueError("the header is damaged")
+        for name in cls.__slots__:
+            value = getattr(header, name)
+            if type(value) is not type(getattr(standard, name)):
+                raise ValueError("the header is damaged")
+            if isinstance(value, int) and not 0 <= value < 1 << 63:
+                raise ValueError("the header is damaged")
         return header
 
 

@@ -74,10 +74,10 @@ class _Writer:
         self._now = 0
         start = self.trace.packet.add(trusted_packet_sequence_id=_SEQUENCE, first_packet_on_sequence=True)
         start.sequence_flags = TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
-        start.timestamp = max(header.created_monotonic_ns, 0)
+        start.timestamp = header.created_monotonic_ns
         clocks = start.clock_snapshot.clocks
-        clocks.add(clock_id=BUILTIN_CLOCK_BOOTTIME, timestamp=max(header.created_monotonic_ns, 0))
-        clocks.add(clock_id=BUILTIN_CLOCK_REALTIME, timestamp=max(header.created_wall_ns, 0))
+        clocks.add(clock_id=BUILTIN_CLOCK_BOOTTIME, timestamp=header.created_monotonic_ns)
+        clocks.add(clock_id=BUILTIN_CLOCK_REALTIME, timestamp=header.created_wall_ns)
         process = self._describe(_PROCESS, f"vtserve memory, {header.device}", parent=0)
         process.track_descriptor.process.pid = header.pid if 0 < header.pid < 1 << 31 else 1
         process.track_descriptor.process.process_name = f"vtserve memory, {header.device}"
@@ -94,7 +94,7 @@ class _Writer:
 
     def add(self, event: TraceEvent) -> None:
         """Add one event."""
-        self._now = event.finished_ns or event.started_ns or self._now + 1
+        self._now = min(event.finished_ns or event.started_ns or self._now + 1, _MOST_INT64)
         if event.state is EventState.OK:
             if event.kind is EventKind.ALLOC:
                 self._begin(event)
@@ -122,7 +122,7 @@ class _Writer:
         self._name(packet, event.tag)
         annotations = slice_begin.debug_annotations
         annotations.add(name="size", int_value=min(event.size, _MOST_INT64))
-        annotations.add(name="number", int_value=event.sequence)
+        annotations.add(name="number", uint_value=event.sequence)
         annotations.add(name="site", string_value=event.site)
         if event.requests:
             annotations.add(name="requests", string_value=",".join(event.requests))
@@ -155,7 +155,7 @@ class _Writer:
         packet.track_event.name = f"{kind} {event.tag}" if about_tag else f"{kind} {event.text}"
         annotations = packet.track_event.debug_annotations
         annotations.add(name="size", int_value=min(event.size, _MOST_INT64))
-        annotations.add(name="number", int_value=event.sequence)
+        annotations.add(name="number", uint_value=event.sequence)
         annotations.add(name="site", string_value=event.site)
         annotations.add(name="text", string_value=event.text)
         if event.why is not None:

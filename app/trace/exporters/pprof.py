@@ -216,8 +216,8 @@ def _profile(counts: _Counts, header: TraceHeader) -> Any:
         has_line_numbers=True,
     )
     profile.comment.append(text(f"device {header.device}, api {header.api}, {header.total} bytes"))
-    profile.time_nanos = max(header.created_wall_ns, 0)
-    profile.duration_nanos = max(counts.last_ns - counts.first_ns, 0)
+    profile.time_nanos = header.created_wall_ns
+    profile.duration_nanos = min(max(counts.last_ns - counts.first_ns, 0), _MOST)
     held = counts.in_use()
     for (tag, site), allocated in counts.allocated.items():
         values = [*allocated, *held.get((tag, site), (0, 0)), counts.peak.get((tag, site), 0)]

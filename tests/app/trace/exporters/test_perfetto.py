@@ -58,10 +58,7 @@ class Replay:
                 self._event(packet.timestamp, packet.track_event)
 
     def _event(self, time: int, event: Any) -> None:
-        annotations = {
-            note.name: note.string_value if note.HasField("string_value") else note.int_value
-            for note in event.debug_annotations
-        }
+        annotations = {note.name: getattr(note, note.WhichOneof("value")) for note in event.debug_annotations}
         uuid = event.track_uuid
         if event.type == TrackEvent.TYPE_SLICE_BEGIN:
             assert not self.tracks[uuid].HasField("counter")
