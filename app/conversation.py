@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from app.open_ai import ServerError, what_went_wrong
-from app.sse import iterate_data_of
+from app.open_ai import MAX_ERROR_BYTES, ServerError, client_options, error_line, transport_line
+from app.open_ai_stream import AnswerReader
 
 __all__ = ["Conversation"]
 
@@ -24,7 +23,7 @@ class Conversation:
     messages : list of dict
         What was said, in OpenAI's form.
     answered : bool
-        Whether an answer was ever whole.
+        An answer was whole once.
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class Conversation:
             if value is not None
         }
         self._url = url
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout)
+        self._client = httpx.Client(**client_options(url, api_key, timeout))
         self._timeout = timeout
         self._half = ""
         self.reset()
@@ -59,8 +57,10 @@ class Conversation:
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
 
-    def say(self, text: str) -> Iterator[str]:
+    def say(self, text: str) -> Generator[str, None, None]:
         """Say `text`; the pieces of the answer, as they come. Without a whole answer it was not said.
+
+        Close the iterator to end the answer; `keep_half` then keeps what there was of it.
 
         Raises
         ------
@@ -72,44 +72,44 @@ class Conversation:
         asked = {"model": self.model, "messages": self.messages, "stream": True, **self._options}
         try:
             yield from self._answer(asked)
-        except ServerError:
+        except ServerError as error:
             self.messages.pop()
-            raise
+            raise ServerError(f"{self._url}: {error}") from None
         self._keep()
         self.answered = True
 
     def keep_half(self) -> None:
-        """The answer was cut short by whoever reads it: what there was of it stays in the conversation."""
+        """The answer was cut short by whoever reads it: what there was of it stays in the conversation.
+
+        If there was nothing, nothing was said either.
+        """
         if self.messages and self.messages[-1]["role"] == "user":
-            self._keep()
+            if self._half:
+                self._keep()
+            else:
+                self.messages.pop()
 
     def _keep(self) -> None:
         self.messages.append({"role": "assistant", "content": self._half})
 
     def _answer(self, asked: dict[str, Any]) -> Iterator[str]:
-        finished = False
+        """Raises ServerError, without the server's name."""
+        reader = AnswerReader()
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=asked) as response:
                 if response.status_code != 200:
-                    response.read()
-                    raise ServerError(f"{self._url}: {what_went_wrong(response)}")
-                for data in iterate_data_of(response.iter_lines()):
-                    chunk = json.loads(data)
-                    if "error" in chunk:
-                        raise ServerError(f"{self._url}: {chunk['error']['message']}")
-                    for choice in chunk["choices"]:
-                        finished = finished or choice["finish_reason"] is not None
-                        if piece := choice["delta"].get("content"):
-                            self._half += piece
-                            yield piece
-        except httpx.TimeoutException:
-            raise ServerError(f"{self._url}: no byte for {self._timeout:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerError(f"{self._url}: {error or type(error).__name__}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ServerError(f"{self._url}: sent what is not OpenAI's protocol") from None
-        if not finished:
-            raise ServerError(f"{self._url}: the stream ended before the answer did")
+                    raise ServerError(error_line(response.status_code, _beginning(response)))
+                for received in response.iter_bytes():
+                    for chunk in reader.feed(received):
+                        for choice in chunk.choices or ():
+                            if choice.content:
+                                self._half += choice.content
+                                yield choice.content
+                    if reader.done:
+                        break
+                reader.close(response.headers.get("content-type", ""))
+        except httpx.HTTPError as error:
+            raise ServerError(transport_line(error, self._timeout)) from None
 
     def close(self) -> None:
         self._client.close()
@@ -121,3 +121,13 @@ class Conversation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _beginning(response: httpx.Response) -> bytes:
+    """As much of the body of an error as is read of one."""
+    body = b""
+    for piece in response.iter_bytes():
+        body += piece
+        if len(body) >= MAX_ERROR_BYTES:
+            break
+    return body

@@ -1,28 +1,32 @@
 """Open-loop load: requests begin when they are due, whether earlier ones have ended or not.
 
 A closed loop waits for a slow server and then finds that it was fast (coordinated omission; Tene, "How NOT to
-Measure Latency"). Here the arrivals are drawn first: a Poisson process of `rate` requests a second. Where
-`max_concurrency` holds a request back, its latency is told from when it was due as well.
+Measure Latency"). Here arrivals are drawn first. What holds a request back after that, the limit of
+concurrency or this client itself, is measured: latencies are told from when requests were due, too.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import httpx
 
-from app.sse import iterate_data
+from app.benchmark.outcome import Outcome
+from app.benchmark.workload import Prompt, arrival_times
+from app.open_ai import MAX_ERROR_BYTES, ServerError, client_options, error_line, is_chat, transport_line
+from app.open_ai_stream import AnswerReader, Chunk
 
-__all__ = ["LoadSettings", "Outcome", "Prompt", "arrivals", "random_prompts", "run_load"]
+__all__ = ["Load", "LoadSettings"]
 
-Prompt = str | list[int]
+_DRAIN_SECONDS = 1.0
+"""for a connection to show its end after the last event, so that it can be used again"""
+_KEEPALIVE_SECONDS = 2.0
+"""well below the 5 s of uvicorn: a request on a connection that the server is closing would fail"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,206 +35,152 @@ class LoadSettings:
 
     base_url: str
     model: str
-    chat: bool = False
-    """ask /v1/chat/completions, not /v1/completions"""
+    endpoint: str = "/v1/completions"
+    """path; of conversations if it ends with ``/chat/completions``"""
     rate: float = float("inf")
     """requests a second; infinite: all at once"""
     max_concurrency: int | None = None
     output_tokens: int = 128
-    ignore_eos: bool = True
-    """a field of vLLM's and ours; other servers may refuse it"""
+    ignore_eos: bool = False
+    """a field of vLLM's and vtserve's; other servers may refuse it"""
     temperature: float = 0.0
     seed: int = 0
     timeout: float = 600.0
     """seconds without a byte after which a request has failed"""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    def body(self, prompt: Prompt) -> dict[str, Any]:
+        """The request for a streamed completion of `prompt`, with usage."""
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            asked["ignore_eos"] = True
+        if is_chat(self.endpoint):
+            asked["messages"] = [{"role": "user", "content": prompt}]
+            asked["max_completion_tokens"] = self.output_tokens
+        else:
+            asked["prompt"] = prompt
+            asked["max_tokens"] = self.output_tokens
+        return asked
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What became of one request. Times are seconds since the load began."""
+class Load:
+    """One load; it can be looked at after an interruption, too.
 
-    due: float
-    begun: float
-    ended: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    token_times: list[float] = field(default_factory=list)
-    """when each event with text came"""
-    error: str | None = None
+    Attributes
+    ----------
+    outcomes : list of Outcome
+        Of the requests that ended, in the order of their ends.
+    unfinished : int
+        Requests that were due or under way when it was interrupted.
+    """
+
+    def __init__(self, settings: LoadSettings, prompts: Sequence[Prompt]) -> None:
+        self.settings = settings
+        self.outcomes: list[Outcome] = []
+        self._prompts = prompts
+        self._due = arrival_times(len(prompts), settings.rate, settings.seed)
+        self._origin = 0.0
+        self._seconds: float | None = None
 
     @property
-    def first_token(self) -> float | None:
-        """Seconds to the first token (TTFT)."""
-        return self.token_times[0] - self.begun if self.token_times else None
+    def unfinished(self) -> int:
+        return len(self._prompts) - len(self.outcomes)
 
     @property
-    def latency(self) -> float:
-        """Seconds from its beginning to its end."""
-        return self.ended - self.begun
+    def seconds(self) -> float:
+        """How long it took; while it runs, so far."""
+        return self._now() if self._seconds is None else self._seconds
 
-    @property
-    def latency_from_due(self) -> float:
-        """Seconds from when it was due."""
-        return self.ended - self.due
+    async def run(self, progress: Callable[[int, int], None]) -> None:
+        """Ask for a completion of each prompt. Calls `progress` with the requests that ended, and all."""
+        settings = self.settings
+        slots = None if settings.max_concurrency is None else anyio.Semaphore(settings.max_concurrency)
+        # A connection for each request under way, however many: a queue in here would not be the server's.
+        limits = httpx.Limits(max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS)
+        options = client_options(settings.base_url, settings.api_key, settings.timeout)
+        async with httpx.AsyncClient(**options, limits=limits) as client:
 
-    @property
-    def per_output_token(self) -> float | None:
-        """Seconds for each token after the first (TPOT)."""
-        if self.output_tokens < 2 or self.first_token is None:
-            return None
-        return (self.ended - self.token_times[0]) / (self.output_tokens - 1)
+            async def one(prompt: Prompt, due: float) -> None:
+                await anyio.sleep(max(due - self._now(), 0))
+                if slots is not None:
+                    await slots.acquire()
+                try:
+                    outcome = await self._ask(client, prompt, due)
+                finally:
+                    if slots is not None:
+                        slots.release()
+                self.outcomes.append(outcome)
+                progress(len(self.outcomes), len(self._prompts))
 
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between events that follow each other (ITL)."""
-        return [after - before for before, after in itertools.pairwise(self.token_times)]
-
-
-def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """When `count` requests are due: a Poisson process of `rate` a second, the first at 0."""
-    if rate == float("inf"):
-        return [0.0] * count
-    random_ = random.Random(seed)
-    gaps = [0.0, *(random_.expovariate(rate) for _ in range(count - 1))]
-    return list(itertools.accumulate(gaps[:count]))
-
-
-def random_prompts(count: int, tokens: int, seed: int, *, as_text: bool) -> list[Prompt]:
-    """Prompts without common beginnings: token ids, or words of about as many tokens for a conversation."""
-    random_ = random.Random(seed)
-    if as_text:
-        # Short words are mostly a token each; the usage that the server tells is what counts.
-        return [" ".join(random_.choice(_WORDS) for _ in range(tokens)) for _ in range(count)]
-    # Small ids exist in every vocabulary; the first hundred may be special.
-    return [[random_.randrange(100, 16_000) for _ in range(tokens)] for _ in range(count)]
-
-
-_WORDS = [
-    *(
-        "the",
-        "of",
-        "and",
-        "to",
-        "in",
-        "is",
-        "was",
-        "for",
-        "on",
-        "that",
-        "by",
-        "this",
-        "with",
-        "you",
-        "it",
-        "not",
-    ),
-    *(
-        "water",
-        "house",
-        "light",
-        "small",
-        "great",
-        "world",
-        "night",
-        "under",
-        "river",
-        "stone",
-        "paper",
-        "green",
-    ),
-]
-
-
-async def run_load(
-    settings: LoadSettings, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
-) -> tuple[list[Outcome], float]:
-    """Ask for a completion of each prompt. Returns the outcomes, and how many seconds it took."""
-    due = arrivals(len(prompts), settings.rate, settings.seed)
-    outcomes: list[Outcome] = []
-    limiter = None if settings.max_concurrency is None else anyio.Semaphore(settings.max_concurrency)
-    headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
-    # One connection a request under way, however many: a pool that queues would hide the server's answer.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(
-        base_url=settings.base_url, headers=headers, timeout=settings.timeout, limits=limits
-    ) as client:
-        origin = time.perf_counter()
-
-        async def one(prompt: Prompt, at: float) -> None:
-            await anyio.sleep(max(at - (time.perf_counter() - origin), 0))
-            if limiter is not None:
-                await limiter.acquire()
-            outcome = Outcome(at, time.perf_counter() - origin)
+            self._origin = time.perf_counter()
             try:
-                await _ask(client, settings, prompt, outcome, origin)
+                async with anyio.create_task_group() as tasks:
+                    for prompt, due in zip(self._prompts, self._due, strict=True):
+                        tasks.start_soon(one, prompt, due)
             finally:
-                if limiter is not None:
-                    limiter.release()
-            outcome.ended = time.perf_counter() - origin
-            outcomes.append(outcome)
-            progress(len(outcomes), len(prompts))
+                self._seconds = self._now()
 
-        async with anyio.create_task_group() as tasks:
-            for prompt, at in zip(prompts, due, strict=True):
-                tasks.start_soon(one, prompt, at)
-        return outcomes, time.perf_counter() - origin
+    def _now(self) -> float:
+        return time.perf_counter() - self._origin
 
+    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, due: float) -> Outcome:
+        """Ask once. Whatever goes wrong is in the outcome."""
+        outcome = Outcome(due, begun=self._now())
+        settings = self.settings
+        try:
+            async with client.stream("POST", settings.endpoint, json=settings.body(prompt)) as response:
+                if response.status_code == 200:
+                    await self._read(response, outcome)
+                else:
+                    outcome.error = error_line(response.status_code, await _beginning(response))
+        except httpx.HTTPError as error:
+            outcome.error = transport_line(error, settings.timeout)
+        except ServerError as error:
+            outcome.error = str(error)
+        # The end of an answer is its last event, not the end of a connection that waits for another request.
+        outcome.ended = outcome.ended or self._now()
+        return outcome
 
-async def _ask(
-    client: httpx.AsyncClient, settings: LoadSettings, prompt: Prompt, outcome: Outcome, origin: float
-) -> None:
-    path = "/v1/chat/completions" if settings.chat else "/v1/completions"
-    finished = False
-    try:
-        async with client.stream("POST", path, json=_body(settings, prompt)) as response:
-            if response.status_code != 200:
-                outcome.error = _error_of(response.status_code, await response.aread())
-                return
-            async for data in iterate_data(response.aiter_lines()):
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    outcome.error = str(chunk["error"].get("message", "an error without a message"))
-                    return
-                if chunk.get("usage"):
-                    outcome.prompt_tokens = chunk["usage"]["prompt_tokens"]
-                    outcome.output_tokens = chunk["usage"]["completion_tokens"]
-                for choice in chunk.get("choices", ()):
-                    finished = finished or choice.get("finish_reason") is not None
-                    if choice.get("text") or (choice.get("delta") or {}).get("content"):
-                        outcome.token_times.append(time.perf_counter() - origin)
-    except httpx.TimeoutException:
-        outcome.error = f"no byte for {settings.timeout:g} s"
-    except httpx.TransportError as error:
-        outcome.error = f"{error}" or type(error).__name__
-    except (ValueError, KeyError, TypeError, AttributeError):
-        outcome.error = "the server sent what is not OpenAI's protocol"
-    else:
-        if not finished:
-            outcome.error = "the stream ended before the completion did"
+    async def _read(self, response: httpx.Response, outcome: Outcome) -> None:
+        reader = AnswerReader()
+        stream = response.aiter_bytes()
+        async for received in stream:
+            now = self._now()
+            for chunk in reader.feed(received):
+                _note(chunk, outcome, now)
+            if reader.done:
+                outcome.ended = now
+                with anyio.move_on_after(_DRAIN_SECONDS), suppress(httpx.HTTPError):
+                    await anext(stream, None)
+                break
+        reader.close(response.headers.get("content-type", ""))
+        if not outcome.has_usage:
+            outcome.output_tokens = len(outcome.token_times)
+        elif outcome.output_tokens and not outcome.token_times:
+            # The only token is no text: nothing showed it before the end.
+            outcome.token_times.append(outcome.ended or self._now())
 
 
-def _body(settings: LoadSettings, prompt: Prompt) -> dict[str, Any]:
-    asked: dict[str, Any] = {
-        "model": settings.model,
-        "temperature": settings.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if settings.ignore_eos:
-        asked["ignore_eos"] = True
-    if settings.chat:
-        asked["messages"] = [{"role": "user", "content": prompt}]
-        asked["max_completion_tokens"] = settings.output_tokens
-    else:
-        asked["prompt"] = prompt
-        asked["max_tokens"] = settings.output_tokens
-    return asked
+def _note(chunk: Chunk, outcome: Outcome, now: float) -> None:
+    """Write down what `chunk` tells, which came at `now`."""
+    if chunk.usage is not None:
+        outcome.has_usage = True
+        outcome.prompt_tokens = chunk.usage.prompt_tokens
+        outcome.output_tokens = chunk.usage.completion_tokens
+    if any(choice.has_tokens for choice in chunk.choices or ()):
+        outcome.token_times.append(now)
 
 
-def _error_of(status: int, body: bytes) -> str:
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = body[:200].decode(errors="replace")
-    return f"{status}: {' '.join(str(message).split())}"
+async def _beginning(response: httpx.Response) -> bytes:
+    """As much of the body of an error as is read of one."""
+    body = b""
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) >= MAX_ERROR_BYTES:
+            break
+    return body

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from app.cli.group import Failure
+from app.cli.group import CommandGroup, LazyCommand
 from app.cli.options import Flag, HelpfulCommand, Number, flag_group
+
+VERBS = {"serve": LazyCommand("app.cli.bench:serve", "Load a server, and tell what its clients waited for.")}
 
 EPILOG = """\b
 Example:
-  vtserve bench serve --num-prompts 100 --request-rate 8
+  vtserve bench serve --num-prompts 100 --request-rate 8 --ignore-eos
 """
 
 TARGET = "Server"
@@ -53,9 +53,9 @@ target_flags = flag_group(
             ["--endpoint"],
             group=TARGET,
             common=True,
-            type=click.Choice(["completions", "chat"]),
-            default="completions",
-            help="What is asked.",
+            metavar="PATH",
+            default="/v1/completions",
+            help="Or /v1/chat/completions.",
         ),
     ],
 )
@@ -79,7 +79,7 @@ load_flags = flag_group(
             type=Rate(min=0, min_open=True),
             metavar="R",
             default=float("inf"),
-            help="Requests a second, as a Poisson process; inf: all at once.",
+            help="Requests a second (Poisson); inf: all at once.",
         ),
         Flag(
             ["--max-concurrency"],
@@ -112,14 +112,16 @@ load_flags = flag_group(
             ["--dataset-path"],
             group=LOAD,
             metavar="FILE",
-            help="Prompts, one a line, used in turn; - is standard input.",
+            common=True,
+            help="Prompts, one a line, in turn; - is standard input.",
         ),
         Flag(
             ["--ignore-eos/--no-ignore-eos"],
             group=LOAD,
-            default=True,
-            default_text="on",
-            help="Generate all tokens (a field of vLLM's; others may refuse it).",
+            common=True,
+            default=False,
+            default_text="off",
+            help="Generate all tokens (vLLM, vtserve).",
         ),
         Flag(["--temperature"], group=LOAD, type=Number(min=0), metavar="T", default=0.0, help="Randomness."),
         Flag(
@@ -128,9 +130,16 @@ load_flags = flag_group(
             type=click.IntRange(min=0),
             metavar="N",
             default=1,
-            help="Requests before, that do not count.",
+            help="Requests before it that do not count.",
         ),
-        Flag(["--seed"], group=LOAD, type=click.IntRange(min=0), metavar="N", default=0, help="Of it all."),
+        Flag(
+            ["--seed"],
+            group=LOAD,
+            type=click.IntRange(min=0),
+            metavar="N",
+            default=0,
+            help="Of arrivals and prompts.",
+        ),
         Flag(
             ["--timeout"],
             group=LOAD,
@@ -148,7 +157,6 @@ result_flags = flag_group(
         Flag(
             ["--output"],
             group=RESULT,
-            common=True,
             type=click.Choice(["text", "json"]),
             default="text",
             help="How figures are written.",
@@ -158,41 +166,57 @@ result_flags = flag_group(
             group=RESULT,
             type=click.Path(dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Write them as JSON to this file as well.",
+            help="Write them as JSON to this file, too.",
         ),
+        Flag(
+            ["--save-result"],
+            group=RESULT,
+            is_flag=True,
+            help="The same, to a file here that is named for rate, model and time.",
+        ),
+        Flag(["--save-detailed"], group=RESULT, is_flag=True, help="Have every request in the JSON."),
     ],
 )
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandGroup,
+    lazy_commands=VERBS,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 def bench() -> None:
     """Measure a server."""
 
 
-@bench.command(cls=HelpfulCommand, epilog=EPILOG)
+@click.command(cls=HelpfulCommand, epilog=EPILOG)
 @target_flags
 @load_flags
 @result_flags
 def serve(target: dict[str, Any], load: dict[str, Any], result: dict[str, Any]) -> None:
     """Load a server with requests that begin when they are due, and tell what its clients waited for.
 
-    Status 1 if a request failed.
+    Status 1 if a request failed; Ctrl-C tells of what was done till then.
     """
-    import anyio
+    from app.benchmark.load import LoadSettings
+    from app.cli.bench_run import check_writable, make_prompts, measure, result_path, write_result
+    from app.open_ai import client_key, first_model, server_url
 
-    from app.benchmark.load import LoadSettings, Prompt, random_prompts, run_load
-    from app.benchmark.report import report, report_lines
-    from app.cli.prompts import gather_prompts
-    from app.open_ai import first_model, split_keys
-
-    base_url = (
-        (target["base_url"] or f"http://{target['host']}:{target['port']}").rstrip("/").removesuffix("/v1")
-    )
-    api_key = target["api_key"] or split_keys(os.environ)
+    flag, url = "--base-url", target["base_url"]
+    if url is None:
+        host = target["host"]
+        flag, url = "--host", f"http://{f'[{host}]' if ':' in host else host}:{target['port']}"
+    url = server_url(flag, url)
+    if not target["endpoint"].startswith("/"):
+        raise click.BadParameter("expected a path like /v1/completions.", param_hint="'--endpoint'")
+    key = client_key(target["api_key"], os.environ)
+    filename = result["result_filename"]
+    if filename is not None:
+        check_writable(filename)
     settings = LoadSettings(
-        base_url=base_url,
-        model=target["model"] or first_model(base_url, api_key),
-        chat=target["endpoint"] == "chat",
+        base_url=url,
+        model=target["model"] or first_model(url, key, load["timeout"]),
+        endpoint=target["endpoint"],
         rate=load["request_rate"],
         max_concurrency=load["max_concurrency"],
         output_tokens=load["random_output_len"],
@@ -200,50 +224,14 @@ def serve(target: dict[str, Any], load: dict[str, Any], result: dict[str, Any]) 
         temperature=load["temperature"],
         seed=load["seed"],
         timeout=load["timeout"],
-        api_key=api_key,
+        api_key=key,
     )
-    count = load["num_prompts"]
-    prompts: list[Prompt]
-    if load["dataset_path"] is not None:
-        texts = gather_prompts([], load["dataset_path"])
-        prompts = [texts[number % len(texts)] for number in range(count)]
-    else:
-        prompts = random_prompts(count, load["random_input_len"], load["seed"], as_text=settings.chat)
-
-    async def main() -> dict[str, Any]:
-        warm = prompts[: load["num_warmups"]]
-        if warm:
-            outcomes, _ = await run_load(settings, warm, lambda done, total: None)
-            if all(outcome.error is not None for outcome in outcomes):
-                raise Failure(f"{base_url}: {outcomes[0].error}", status=1)
-        with _Bar(sys.stderr.isatty()) as bar:
-            return report(settings, *await run_load(settings, prompts, bar))
-
-    figures = anyio.run(main)
-    text = json.dumps(figures, indent=1)
-    if result["result_filename"] is not None:
-        result["result_filename"].write_text(text + "\n")
-    click.echo(text if result["output"] == "json" else "\n".join(report_lines(figures)))
-    if figures["failed"]:
-        raise Failure(f"{figures['failed']} of {count} requests failed", status=1)
-
-
-class _Bar:
-    """Requests done, on a terminal."""
-
-    def __init__(self, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._progress = Progress(console=Console(stderr=True), transient=True, disable=not shown)
-        self._task = self._progress.add_task("requests", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
+    if filename is None and result["save_result"]:
+        filename = result_path(settings)
+        check_writable(filename)
+    prompts = make_prompts(settings, load["num_prompts"], load["random_input_len"], load["dataset_path"])
+    measured = measure(settings, prompts, warmups=load["num_warmups"])
+    write_result(
+        measured, detailed=result["save_detailed"], as_json=result["output"] == "json", file=filename
+    )
+    measured.raise_failure()

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from app.cli.group import Failure
 from app.cli.options import Flag, HelpfulCommand, Number, flag_group
 
 EPILOG = """\b
@@ -17,7 +16,6 @@ Example:
 """
 
 CONVERSATION = "Conversation"
-COMMANDS = "/reset begins anew, /quit (or Ctrl-D) ends, Ctrl-C ends an answer"
 
 chat_flags = flag_group(
     "chat",
@@ -73,62 +71,29 @@ chat_flags = flag_group(
 @click.command(cls=HelpfulCommand, epilog=EPILOG)
 @chat_flags
 def chat(chat: dict[str, Any]) -> None:
-    """Talk to a model that is served. Lines of standard input are what you say."""
-    from app.conversation import Conversation
-    from app.open_ai import ServerError, first_model, split_keys
+    """Talk to a model that is served.
 
-    url = chat["url"].rstrip("/").removesuffix("/v1")
-    api_key = chat["api_key"] or split_keys(os.environ)
+    What is typed is what you say; where standard input is no terminal, each line of it. There the first
+    failure ends it with status 1; in a terminal the conversation goes on.
+    """
+    from app.cli.chat_session import as_unicode, recite, talk
+    from app.conversation import Conversation
+    from app.open_ai import client_key, first_model, server_url
+
+    url = server_url("--url", chat["url"])
+    key = client_key(chat["api_key"], os.environ)
+    system = chat["system"]
     conversation = Conversation(
         url,
-        chat["model"] or first_model(url, api_key),
-        api_key=api_key,
-        system=chat["system"],
+        chat["model"] or first_model(url, key, chat["timeout"]),
+        api_key=key,
+        system=None if system is None else as_unicode(system),
         max_tokens=chat["max_tokens"],
         temperature=chat["temperature"],
         timeout=chat["timeout"],
     )
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal:
-        import readline  # noqa: F401  # gives `input` editing and a history
-
-        click.echo(f"{conversation.model} at {url}; {COMMANDS}", err=True)
-    failed = None
     with conversation:
-        while (said := _next_line(terminal)) is not None:
-            if said.strip() in ("/quit", "/exit"):
-                break
-            if said.strip() == "/reset":
-                conversation.reset()
-                continue
-            if not said.strip():
-                continue
-            try:
-                for piece in conversation.say(said):
-                    click.echo(piece, nl=False)
-            except KeyboardInterrupt:
-                conversation.keep_half()
-                if not terminal:
-                    raise
-            except ServerError as error:
-                if not terminal:
-                    click.echo()
-                    raise
-                failed = error
-                click.echo(f"\nError: {error}", err=True)
-            click.echo()
-    if failed is not None and not conversation.answered:
-        raise Failure(str(failed), status=1)
-
-
-def _next_line(terminal: bool) -> str | None:
-    """What is said next; None at the end."""
-    try:
-        if terminal:
-            return input("> ")
-        line = sys.stdin.readline()
-    except EOFError:
-        return None
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"standard input is not UTF-8: {error.reason}.") from None
-    return line.rstrip("\n") if line else None
+        if not sys.stdin.isatty():
+            recite(conversation)
+        elif not talk(conversation, f"{conversation.model} at {url}"):
+            click.get_current_context().exit(1)

@@ -10,8 +10,10 @@ import click
 STANDARD_INPUT = "-"
 
 
-def gather_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """The prompts of ``--prompt`` and then those of ``--prompt-file``, one a line; blank lines are none.
+def gather_prompts(given: Sequence[str], file: str | None, *, flag: str = "--prompt-file") -> list[str]:
+    """The prompts of ``--prompt`` and then those of a file, one a line; blank lines are none.
+
+    `flag` is what gives the file.
 
     Raises
     ------
@@ -19,12 +21,12 @@ def gather_prompts(given: Sequence[str], file: str | None) -> list[str]:
         The text is not UTF-8, or the file cannot be read or holds no prompt.
     """
     texts = [_as_text(prompt, number) for number, prompt in enumerate(given, start=1)]
-    return [*texts, *(_read_lines(file) if file else [])]
+    return [*texts, *(_read_lines(file, flag) if file else [])]
 
 
-def _read_lines(file: str) -> list[str]:
+def _read_lines(file: str, flag: str) -> list[str]:
     name = "standard input" if file == STANDARD_INPUT else file
-    hint = "'--prompt-file'"
+    hint = f"'{flag}'"
     try:
         if file == STANDARD_INPUT:
             data = sys.stdin.buffer.read()

@@ -39,13 +39,11 @@ def top(source: str, interval: float, once: bool, api_key: str | None) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from app.open_ai import split_keys
+    from app.open_ai import client_key
     from app.trace.top import FileTop, ServerTop, TopSource, render
 
     is_url = source.startswith(("http://", "https://"))
-    seen: TopSource = (
-        ServerTop(source, api_key or split_keys(os.environ)) if is_url else FileTop(Path(source))
-    )
+    seen: TopSource = ServerTop(source, client_key(api_key, os.environ)) if is_url else FileTop(Path(source))
     console = Console()
     try:
         if once or not console.is_terminal:

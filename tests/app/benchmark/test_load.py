@@ -1,24 +1,23 @@
-"""Load against a real server, one that misbehaves, and one whose speed is known."""
+"""Load on a real server, and on ones that misbehave."""
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
-import httpx
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from app.benchmark.load import LoadSettings, Outcome, arrivals, random_prompts, run_load
-from app.benchmark.report import percentile, report, report_lines
-from tests.app.hostile_server import chunk, events, hostile_server, response
+from app.benchmark.load import Load, LoadSettings
+from app.benchmark.workload import Prompt
+from app.open_ai import first_model
+from tests.app.hostile_server import chunk, events, hostile_server, response, stream, usage
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,62 +31,107 @@ def url(checkpoint: Path) -> Iterator[str]:
         process.terminate()
 
 
-def run(url: str, **fields: object) -> tuple[list[Outcome], float]:
-    settings = LoadSettings(base_url=url, model="m", **fields)  # type: ignore[arg-type]
-    prompts = random_prompts(4, 8, 1, as_text=settings.chat)
-    return anyio.run(run_load, settings, prompts, lambda done, total: None)
+def load(url: str, prompts: list[Prompt] | None = None, **fields: Any) -> Load:
+    """A load that has ended."""
+    load = Load(LoadSettings(base_url=url, model="m", **fields), prompts or ["hello"] * 4)
+    told: list[tuple[int, int]] = []
+    anyio.run(load.run, lambda done, total: told.append((done, total)))
+    count = len(load.outcomes)
+    assert told == [(done, count) for done in range(1, count + 1)]
+    return load
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.sampled_from([0, 50, 90, 99, 100]))
-def test_percentiles_are_numpys(values: list[float], rank: int) -> None:
-    assert math.isclose(percentile(values, rank), np.percentile(values, rank), rel_tol=1e-9, abs_tol=1e-9)
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_a_real_server(url: str, endpoint: str) -> None:
+    prompts: list[Prompt] = [[60 + number] * 8 for number in range(6)]
+    if "chat" in endpoint:
+        prompts = ["some words"] * 6
+    settings = LoadSettings(
+        url, first_model(url, None), endpoint=endpoint, output_tokens=6, ignore_eos=True, max_concurrency=2
+    )
+    load = Load(settings, prompts)
+    anyio.run(load.run, lambda done, total: None)
+    assert [outcome.error for outcome in load.outcomes] == [None] * 6
+    assert load.unfinished == 0
+    for outcome in load.outcomes:
+        assert outcome.output_tokens == 6
+        assert "chat" in endpoint or outcome.prompt_tokens == 8
+        times = outcome.token_times
+        assert outcome.due <= outcome.begun <= times[0]
+        assert times == sorted(times)
+        assert times[-1] <= outcome.ended <= load.seconds
+        assert len(times) <= 6
 
 
-def test_arrivals_are_a_poisson_process() -> None:
-    due = arrivals(20_000, 50.0, 7)
-    gaps = np.diff(due)
-    assert due[0] == 0
-    assert due == arrivals(20_000, 50.0, 7) != arrivals(20_000, 50.0, 8)
-    assert np.mean(gaps) == pytest.approx(1 / 50, rel=0.05)
-    assert np.std(gaps) == pytest.approx(np.mean(gaps), rel=0.05)
-    assert arrivals(3, math.inf, 1) == [0, 0, 0]
+def test_what_waits_for_its_turn_is_told_from_when_it_was_due(url: str) -> None:
+    settings = LoadSettings(url, first_model(url, None), output_tokens=8, max_concurrency=1)
+    load = Load(settings, [[60, 61]] * 5)
+    anyio.run(load.run, lambda done, total: None)
+    ordered = sorted(load.outcomes, key=lambda outcome: outcome.begun)
+    for before, after in itertools.pairwise(ordered):
+        assert before.ended <= after.begun
+        assert after.due == 0
+        assert after.latency_from_arrival >= after.latency + before.latency
 
 
-def test_prompts_share_no_beginning() -> None:
-    prompts = random_prompts(100, 32, 3, as_text=False)
-    assert len({tuple(prompt[:4]) for prompt in prompts}) == 100
-    assert all(len(prompt) == 32 for prompt in prompts)
+def test_requests_are_sent_whether_others_were_answered_or_not() -> None:
+    """An open loop: 8 requests arrive at a server that has not answered one."""
+    with hostile_server(b"", hang=60) as server:
+        load_ = Load(LoadSettings(server.url, "m", rate=1000.0, timeout=60), ["a"] * 8)
+
+        async def main() -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(load_.run, lambda done, total: None)
+                await anyio.to_thread.run_sync(server.wait_for, 8)
+                tasks.cancel_scope.cancel()
+
+        anyio.run(main)
+    assert load_.unfinished == 8
+    assert load_.outcomes == []
 
 
-def test_the_figures_are_the_definitions() -> None:
-    outcome = Outcome(due=1.0, begun=2.0, ended=5.0, output_tokens=4, token_times=[2.5, 3.0, 5.0])
-    assert outcome.first_token == 0.5
-    assert outcome.per_output_token == pytest.approx(2.5 / 3)
-    assert outcome.gaps == [0.5, 2.0]
-    assert (outcome.latency, outcome.latency_from_due) == (3.0, 4.0)
-    failed = Outcome(due=0, begun=0, ended=1, error="no")
-    figures = report(LoadSettings("u", "m"), [outcome, failed], 10.0)
-    assert (figures["completed"], figures["failed"], figures["errors"]) == (1, 1, {"no": 1})
-    assert figures["output_tokens_per_second"] == 0.4
-    assert figures["ttft_ms"]["p99"] == 500
-    assert figures["latency_from_due_ms"]["mean"] == 4000
-    assert "1 x no" in report_lines(figures)
+def test_what_is_sent() -> None:
+    answer = events(chunk("a", chat=False, finish="stop"), "[DONE]")
+    with hostile_server(answer) as server:
+        load(server.url, [[1, 2]], output_tokens=3, ignore_eos=True, temperature=0.5)
+        load(server.url, ["hi"], endpoint="/api/chat/completions", output_tokens=3)
+    assert [path for path, _ in server.requests] == ["/v1/completions", "/api/chat/completions"]
+    completion, chat = (json.loads(body) for _, body in server.requests)
+    common = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+    assert completion == {
+        **common, "prompt": [1, 2], "max_tokens": 3, "ignore_eos": True, "temperature": 0.5
+    }  # fmt: skip
+    assert chat == {
+        **common,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_completion_tokens": 3,
+        "temperature": 0.0,
+    }
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_real_server(url: str, chat: bool) -> None:
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    settings = LoadSettings(base_url=url, model=model, chat=chat, output_tokens=6, max_concurrency=2)
-    prompts = [prompt if chat else [token % 400 + 50 for token in prompt]
-               for prompt in random_prompts(4, 8, 1, as_text=chat)]  # fmt: skip
-    outcomes, seconds = anyio.run(run_load, settings, prompts, lambda done, total: None)
-    assert [outcome.error for outcome in outcomes] == [None] * 4
-    assert [outcome.output_tokens for outcome in outcomes] == [6] * 4
-    figures = report(settings, outcomes, seconds)
-    assert figures["most_at_once"] <= 2
-    assert figures["output_tokens"] == 24
-    if not chat:
-        assert figures["prompt_tokens"] == 32
+def test_tokens_are_counted_by_usage_else_by_events() -> None:
+    two = [chunk("a", chat=False), chunk("b", chat=False, finish="length")]
+    with hostile_server(events(*two, usage(7, 9), "[DONE]")) as server:
+        [outcome] = load(server.url, ["x"]).outcomes
+        assert (outcome.prompt_tokens, outcome.output_tokens, outcome.has_usage) == (7, 9, True)
+        assert len(outcome.token_times) == 2
+    with hostile_server(events(*two)) as server:
+        [outcome] = load(server.url, ["x"]).outcomes
+        assert (outcome.prompt_tokens, outcome.output_tokens, outcome.has_usage) == (0, 2, False)
+    # A special token alone: no text ever comes, but a token did.
+    with hostile_server(events(chunk("", chat=False, finish="stop"), usage(7, 1), "[DONE]")) as server:
+        [outcome] = load(server.url, ["x"]).outcomes
+        assert outcome.ttft == outcome.latency
+
+
+def test_an_answer_has_ended_with_its_last_event() -> None:
+    """Whatever becomes of the connection after that: here it is kept, and then breaks off."""
+    answer = events(chunk("a", chat=False, finish="stop"), "[DONE]", length=9999)
+    for hang in (0, 60):
+        with hostile_server(answer, hang=hang) as server:
+            [outcome] = load(server.url, ["x"], timeout=30).outcomes
+            assert outcome.error is None
+            assert outcome.ended == outcome.token_times[-1]
 
 
 @pytest.mark.parametrize(
@@ -95,48 +139,42 @@ def test_a_real_server(url: str, chat: bool) -> None:
     [
         (response(b'{"error": {"message": "too many"}}', status="429 Too Many Requests"), "429: too many"),
         (response(b"oops", status="500 Internal Server Error"), "500: oops"),
-        (events(chunk("a", chat=False)), "the stream ended before the completion did"),
+        (response(b"x" * 10_000_000, status="500 Internal Server Error"), "500: xxx"),
+        (response(b"", status="307 Temporary Redirect", head="Location: /v1/completions\r\n"), "307"),
+        (response(b"no gzip", head="Content-Encoding: gzip\r\n"), "incorrect header check"),
+        (response(b"{}"), "no events (application/json)"),
+        (events(chunk("a", chat=False)), "the stream ended before the answer did"),
         (events(chunk("a", chat=False), length=9999), "peer closed connection"),
-        (events({"error": {"message": "it died"}}), "it died"),
+        (events(chunk("a", chat=False), {"error": {"message": "it died"}}, "[DONE]"), "it died"),
         (events([1]), "not OpenAI's protocol"),
         (events({"usage": 3}), "not OpenAI's protocol"),
+        (stream(b"data: " + b"x" * (17 << 20)), "more than 16777216 bytes"),
+        (b"HTTP/9.9 what\r\n\r\n", ""),
+        (b"\x00\xff" * 50_000, ""),
+        (b"", "disconnected"),
     ],
 )
 def test_what_a_server_does_wrong_is_counted(answer: bytes, expected: str) -> None:
-    with hostile_server(answer) as url:
-        outcomes, _ = run(url)
+    with hostile_server(answer) as server:
+        outcomes = load(server.url).outcomes
     assert len(outcomes) == 4
-    assert all(expected in str(outcome.error) for outcome in outcomes)
+    assert all(expected in str(outcome.error) and outcome.error for outcome in outcomes)
+    assert all(str(outcome.error).isprintable() and len(str(outcome.error)) < 600 for outcome in outcomes)
+
+
+def test_a_server_that_compresses_all_the_same_is_understood() -> None:
+    packed = gzip.compress(b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n')
+    answer = response(packed, kind="text/event-stream", head="Content-Encoding: gzip\r\n")
+    with hostile_server(answer) as server:
+        assert [outcome.error for outcome in load(server.url).outcomes] == [None] * 4
 
 
 def test_a_server_that_hangs_is_given_up() -> None:
-    with hostile_server(events(chunk("a", chat=False)), hang=60) as url:
-        outcomes, _ = run(url, timeout=0.3)
-    assert {outcome.error for outcome in outcomes} == {"no byte for 0.3 s"}
+    for answer in (b"", events(chunk("a", chat=False))):
+        with hostile_server(answer, hang=60) as server:
+            outcomes = load(server.url, timeout=0.3).outcomes
+        assert {outcome.error for outcome in outcomes} == {"no byte for 0.3 s"}
 
 
-def test_the_command(url: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("hello\nworld\n")
-    result = tmp_path / "result.json"
-    flags = ["--base-url", url, "--num-prompts", "3", "--random-output-len", "4", "--dataset-path", str(file)]
-    command = [sys.executable, "-m", "app.cli", "bench", "serve", *flags]
-    done = subprocess.run(
-        [*command, "--output", "json", "--result-filename", str(result)],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    figures = json.loads(done.stdout)
-    assert figures == json.loads(result.read_text())
-    assert figures["completed"] == 3
-    refused = subprocess.run([*command, "--request-rate", "nan"], capture_output=True, text=True, cwd=ROOT)
-    assert refused.returncode == 2
-    gone = subprocess.run(
-        [*command[: -len(flags)], "--base-url", "http://127.0.0.1:9"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert gone.returncode == 1
-    assert gone.stderr.startswith("Error: http://127.0.0.1:9: ")
+def test_nobody_there() -> None:
+    assert all("connection" in str(outcome.error) for outcome in load("http://127.0.0.1:9").outcomes)
