@@ -46,7 +46,9 @@ Examples:
     default_text="none",
     help="Text the model should do well on; its first 4,096 tokens are used.",
 )
-@click.option("--force", cls=Flag, group="Model", common=True, is_flag=True, help="Replace what is in --out.")
+@click.option(
+    "--force", cls=Flag, group="Model", common=True, is_flag=True, help="Replace the checkpoint in --out."
+)
 @click.option(
     "--threads",
     cls=Flag,

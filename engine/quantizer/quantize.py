@@ -3,6 +3,7 @@ text."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def quantize_model(
         Text to calibrate on; None: scales by the weights' squared error alone. The first
         ``MAX_SEQUENCES * SEQUENCE_TOKENS`` tokens are used.
     force
-        Replace what is in `out`.
+        Replace a checkpoint in `out`.
 
     Raises
     ------
@@ -77,9 +78,12 @@ def quantize_model(
         `source` is damaged, or is no model that can be quantised (`UnsupportedModelError`); or `out` cannot
         be written.
     ConfigurationError
-        `out` is not empty and `force` is not given, or the calibration text is too short.
+        `out` is not empty and `force` is not given, or holds `source` or anything but a checkpoint; or the
+        calibration text is too short.
     """
     tell = progress or _silent
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(out)):
+        raise ConfigurationError(f"--out {out}: --model is in it; expected another directory")
     with new_directory(out, force=force) as directory:
         if not source.is_file():
             return _quantize(source, directory, out, calibration, threads, shard_bytes, tell)

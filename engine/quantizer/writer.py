@@ -113,17 +113,21 @@ def new_directory(out: Path, *, force: bool = False) -> Iterator[Path]:
 
     When the block raises, the sibling is removed and `out` is as it was.
 
+    Parameters
+    ----------
+    force
+        Replace a checkpoint. Nothing else is: a directory named by mistake is not emptied.
+
     Raises
     ------
     ConfigurationError
-        `out` holds something and `force` was not given.
+        `out` holds something and `force` was not given, or it holds something else than a checkpoint; or it
+        is a mount point, which cannot be replaced.
     CheckpointError
         The directory cannot be made.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out}: is a file; expected a directory")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise ConfigurationError(f"--out {out}: is not empty; give --force to replace it")
+    _check_replaceable(out, force)
+    out = Path(os.path.realpath(out))  # what a link leads to is replaced, not the link; and "." has a name
     partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
         partial.mkdir(parents=True)
@@ -143,6 +147,26 @@ def new_directory(out: Path, *, force: bool = False) -> Iterator[Path]:
         raise CheckpointError(f"{out}: cannot be written: {_reason(error)}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_replaceable(out: Path, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"--out {out}: is a file; expected a directory")
+    if os.path.ismount(out):
+        raise ConfigurationError(f"--out {out}: is a mount point; expected a directory in it")
+    held = sorted(out.iterdir()) if out.is_dir() else []
+    if held and not force:
+        raise ConfigurationError(f"--out {out}: is not empty; give --force to replace it")
+    if held and (reason := _not_a_checkpoint(held)):
+        raise ConfigurationError(f"--out {out}: is no checkpoint that could be replaced: it holds {reason}")
+
+
+def _not_a_checkpoint(held: list[Path]) -> str | None:
+    """What tells that files are not a checkpoint's, whose files lie side by side; None if nothing does."""
+    directory = next((path for path in held if path.is_dir()), None)
+    if directory is not None:
+        return f"the directory {directory.name}"
+    return None if any(path.name == "config.json" for path in held) else "no config.json"
 
 
 def _sync(directory: Path) -> None:

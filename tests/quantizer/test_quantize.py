@@ -348,3 +348,13 @@ def test_a_gguf_that_holds_no_numbers_is_refused_in_one_line(tmp_path: Path) -> 
     assert path.read_bytes() != clean
     with pytest.raises(CheckpointError, match=r"m\.gguf/\S+: tensor model\S+ holds infinities or NaN"):
         quantize_model(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("out", ["source", "source/../source", "link", "."])
+def test_the_source_is_not_replaced(tmp_path: Path, out: str) -> None:
+    source = writable_source(tmp_path)
+    (tmp_path / "link").symlink_to("source")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"--out .*: --model is in it; expected another directory"):
+        quantize_model(source, tmp_path / out, force=True)
+    assert not (source / "hf_quant_config.json").exists()

@@ -111,6 +111,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 def test_what_is_there_is_kept_without_force(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
+    (out / "config.json").write_text("{}")
     (out / "old").write_text("x")
     with pytest.raises(ConfigurationError, match="not empty; give --force"), new_directory(out):
         pass
@@ -122,6 +123,56 @@ def test_what_is_there_is_kept_without_force(tmp_path: Path) -> None:
         assert (out / "old").exists(), "replaced at the end, not before"
     assert [path.name for path in out.iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
+
+
+@pytest.mark.parametrize(
+    ("held", "named"),
+    [
+        (["thesis.txt"], "no config.json"),
+        (["config.json", "photos/", "a"], "photos"),
+        (["photos/"], "photos"),
+    ],
+)
+def test_only_a_checkpoint_is_replaced(tmp_path: Path, held: list[str], named: str) -> None:
+    """A home directory given by mistake stays, with --force too."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in held:
+        (out / name).mkdir() if name.endswith("/") else (out / name).write_text("x")
+    message = f"--out {out}: is no checkpoint that could be replaced: it holds .*{named}"
+    with pytest.raises(ConfigurationError, match=message), new_directory(out, force=True):
+        pytest.fail("nothing may be written")
+    assert sorted(path.name for path in out.iterdir()) == sorted(name.rstrip("/") for name in held)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to("real")
+    with new_directory(tmp_path / "link", force=True) as directory:
+        (directory / "new").write_text("y")
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_the_current_directory_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with new_directory(Path()) as directory:
+        (directory / "new").write_text("y")
+    assert (tmp_path / "here" / "new").exists()
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory can be renamed onto one."""
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
+    with (
+        pytest.raises(ConfigurationError, match="volume: is a mount point; expected a directory in it"),
+        new_directory(tmp_path / "volume"),
+    ):
+        pytest.fail("nothing may be written")
 
 
 def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
