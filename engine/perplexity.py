@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from engine.sampling_params import SamplingParams
 __all__ = ["Perplexity", "measure_perplexity", "perplexity_config", "windows"]
 
 _CHUNK = 512  # positions whose logits are held at once: 512 of 152,000 float32 are 300 MB
+_LARGEST_LOG = math.log(sys.float_info.max)
+_TOO_SHORT = "the text has fewer than two tokens: there is nothing to predict"
 
 
 class Perplexity(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,13 +50,15 @@ def perplexity_config(model: str, text: str, *, window: int | None = None, **fla
     Raises
     ------
     ConfigurationError, CheckpointError
-        A flag or the checkpoint cannot be used.
+        A flag, the text or the checkpoint cannot be used.
     """
     directory = resolve_model(model)
     positions = Checkpoint.open(directory).config.max_position_embeddings
     tokens = len(Tokenizer.open(directory).encode(text))
     if window is not None and window >= positions:
         raise ConfigurationError(f"--window {window}: the model has {positions} positions; expected fewer")
+    if tokens < 2:
+        raise ConfigurationError(f"--file: {_TOO_SHORT}")
     longest = min(window or tokens, tokens)
     return EngineConfig.from_flags(
         model=str(directory),
@@ -89,10 +94,10 @@ def measure_perplexity(llm: LLM, text: str, window: int | None = None) -> Perple
         The engine failed on a window.
     """
     token_ids = llm.tokenizer.encode(text)
+    if len(token_ids) < 2:
+        raise RequestError(_TOO_SHORT)
     size = window or min(len(token_ids), llm.limits.max_model_len - 1)
     parts = windows(token_ids, size)
-    if not parts:
-        raise RequestError("the text has fewer than two tokens: there is nothing to predict")
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
     started = time.perf_counter()
     outputs = llm.generate(parts, params)
@@ -111,7 +116,7 @@ def measure_perplexity(llm: LLM, text: str, window: int | None = None) -> Perple
         )
     mean = nll / predicted
     return Perplexity(
-        perplexity=math.exp(mean),
+        perplexity=math.exp(mean) if mean < _LARGEST_LOG else math.inf,
         nll_mean=mean,
         tokens=len(token_ids),
         predicted_tokens=predicted,

@@ -27,7 +27,7 @@ Example:
     common=True,
     required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="TEXT",
+    metavar="FILE",
     help="UTF-8 text to predict.",
 )
 @click.option(
