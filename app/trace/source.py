@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from app.trace.ndjson import NdjsonTrace, is_ndjson
 from engine.memory.errors import TraceFileError
@@ -113,13 +114,12 @@ def writer_of(header: TraceHeader) -> bool:
     return True
 
 
-def _peek(file: BinaryIO, path: Path) -> bytes:
+def _peek(file: BufferedReader, path: Path) -> bytes:
+    """How `file` begins. It may be a pipe, which cannot be wound back."""
     try:
-        start = file.read(_PEEK_BYTES)
-        file.seek(0)
+        return file.peek(_PEEK_BYTES)
     except OSError as error:
         raise TraceFileError(f"{path}: cannot be read: {error.strerror}") from error
-    return start
 
 
 def _moment(ns: int) -> str:

@@ -37,7 +37,9 @@ def import_(file: Path, form: str | None, device: int | None, segments: bool, ou
     from app.trace.importers import import_trace
     from app.trace.ndjson import encode
 
-    header, events = import_trace(file, form, device=device, segments=segments)
-    with output_file(out) as stream:
+    with (
+        import_trace(file, form, device=device, segments=segments) as (header, events),
+        output_file(out) as to,
+    ):
         for piece in encode(events, header):
-            stream.write(piece)
+            to.write(piece)

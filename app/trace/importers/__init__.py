@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
 from app.trace.importers.log import read_log
 from app.trace.importers.torch_snapshot import read_snapshot
@@ -16,10 +20,11 @@ FORMATS = ("torch-snapshot", "log")
 _PICKLE_PROTOCOL = b"\x80"
 
 
+@contextmanager
 def import_trace(
     path: Path, form: str | None = None, *, device: int | None = None, segments: bool = False
-) -> tuple[TraceHeader, Iterator[TraceEvent]]:
-    """Header and events of another program's file.
+) -> Iterator[tuple[TraceHeader, Iterator[TraceEvent]]]:
+    """Header and events of another program's file; ``-`` is standard input.
 
     Parameters
     ----------
@@ -37,16 +42,19 @@ def import_trace(
     ConfigurationError
         `device` is none of the snapshot's.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise TraceFileError(f"{path}: cannot be opened: {error.strerror}") from error
-    with file:
+    with ExitStack() as stack:
+        name = str(path)
         try:
-            start = file.read(1)
-            file.seek(0)
-            if (form or ("torch-snapshot" if start == _PICKLE_PROTOCOL else "log")) == "torch-snapshot":
-                return read_snapshot(str(path), file.read(), device=device, segments=segments)
+            if name == "-":
+                name, file = "standard input", cast(BufferedReader, sys.stdin.buffer)
+            else:
+                file = stack.enter_context(path.open("rb"))
+            start = file.peek(1)[:1]  # it may be a pipe, which cannot be wound back
+            is_snapshot = form == "torch-snapshot" or (form is None and start == _PICKLE_PROTOCOL)
+            data = file.read() if is_snapshot else b""
         except OSError as error:
-            raise TraceFileError(f"{path}: cannot be read: {error.strerror}") from error
-    return read_log(path)
+            raise TraceFileError(f"{name}: cannot be read: {error.strerror}") from error
+        if is_snapshot:
+            yield read_snapshot(name, data, device=device, segments=segments)
+        else:
+            yield read_log(name, file)

@@ -7,9 +7,10 @@ which allocation it ends; then it ends the newest block of its size, of its tag 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import chain
+from typing import BinaryIO
 
 from engine.memory.errors import TraceFileError
 from engine.memory.lines import parse_line
@@ -25,34 +26,36 @@ _PRINTED_LIVE = 16 << 20
 _MOST_SIZE = 1 << 48
 
 
-def read_log(path: Path) -> tuple[TraceHeader, Iterator[TraceEvent]]:
-    """Header and events of a log. The device is that of its first allocation or free.
+def read_log(name: str, file: BinaryIO) -> tuple[TraceHeader, Iterator[TraceEvent]]:
+    """Header and events of a log, which errors call `name`. The device is that of its first line of the kind.
 
     Raises
     ------
     TraceFileError
         The file cannot be read, or no line of it is of this kind.
     """
-    first = next(_lines(path), None)
+    lines = _lines(name, file)
+    first = next(lines, None)
     if first is None:
         raise TraceFileError(
-            f"{path}: no line like `[cuda-alloc] #1 size=32.0 MiB live=0.03 GiB free=23.10 GiB` in it"
+            f"{name}: no line like `[cuda-alloc] #1 size=32.0 MiB live=0.03 GiB free=23.10 GiB` in it"
         )
     device, event = first
-    return TraceHeader(capacity=1, device=device, api=event.api), _Matcher().events(path, device)
+    header = TraceHeader(capacity=1, device=device, api=event.api)
+    return header, _Matcher().events(chain([first], lines), device)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, TraceEvent]]:
+def _lines(name: str, file: BinaryIO) -> Iterator[tuple[str, TraceEvent]]:
+    """Device and event of each line of the kind."""
     try:
-        with path.open("rb") as file:
-            while data := file.readline(_MOST_LINE_BYTES):
-                if b"-alloc]" not in data and b"-free]" not in data:
-                    continue
-                found = parse_line(data.decode("utf-8", "replace"))
-                if found is not None and 0 <= found[1].size <= _MOST_SIZE:
-                    yield found
+        while data := file.readline(_MOST_LINE_BYTES):
+            if b"-alloc]" not in data and b"-free]" not in data:
+                continue
+            found = parse_line(data.decode("utf-8", "replace"))
+            if found is not None and 0 <= found[1].size <= _MOST_SIZE:
+                yield found
     except OSError as error:
-        raise TraceFileError(f"{path}: cannot be read: {error.strerror}") from error
+        raise TraceFileError(f"{name}: cannot be read: {error.strerror}") from error
 
 
 @dataclass(slots=True)
@@ -68,9 +71,9 @@ class _Matcher:
     live: int = 0
     address: int = _FIRST_ADDRESS
 
-    def events(self, path: Path, device: str) -> Iterator[TraceEvent]:
+    def events(self, lines: Iterable[tuple[str, TraceEvent]], device: str) -> Iterator[TraceEvent]:
         index = others = 0
-        for name, event in _lines(path):
+        for name, event in lines:
             if name != device:
                 others += 1
                 continue

@@ -285,6 +285,20 @@ def test_import_makes_a_trace_of_a_snapshot_and_of_a_log(loaded: SimpleNamespace
     assert run("import", "--device", 3, snapshot).stderr == "Error: --device 3: expected one of 0\n"
 
 
+@pytest.mark.parametrize("source", ["-", "/dev/stdin"])
+def test_pipes_are_read(loaded: SimpleNamespace, source: str) -> None:
+    def piped(data: bytes, *arguments: str) -> bytes:
+        command = [sys.executable, "-m", "app.cli", "trace", *arguments, source]
+        return subprocess.run(
+            command, input=data, capture_output=True, cwd=ROOT, timeout=60, check=True
+        ).stdout
+
+    log = output("show", loaded.path).encode()
+    for data in (log, run("export", "--format", "torch-snapshot", loaded.path).stdout_bytes):
+        lines = piped(data, "import")
+        assert json.loads(piped(lines, "summary", "--json"))["peak"] == loaded.peak
+
+
 def test_closed_reader_is_quiet(make_trace: Callable[..., TraceMaker]) -> None:
     maker = make_trace()
     for number in range(2000):

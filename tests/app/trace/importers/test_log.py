@@ -33,8 +33,8 @@ INFO 2026-05-01 loading shard 1/4
 
 def imported(path: Path, text: str) -> tuple[list[TraceEvent], Summary]:
     path.write_text(text)
-    _, found = import_trace(path)
-    events = list(found)
+    with import_trace(path) as (_, found):
+        events = list(found)
     return events, summarize(table_of_events(events))
 
 
@@ -97,14 +97,14 @@ def test_frees_end_what_they_ended(
 def test_what_is_no_log_is_told_in_a_line(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(data)
-    with pytest.raises(TraceFileError) as caught:
-        import_trace(path)
+    with pytest.raises(TraceFileError) as caught, import_trace(path):
+        pass
     assert str(caught.value).startswith(f"{path}: no line like `[cuda-alloc] #1 size=32.0 MiB")
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, make_trace: Callable[..., object]) -> None:
-    with pytest.raises(TraceFileError, match="cannot be opened: No such file"):
-        import_trace(tmp_path / "no")
-    with pytest.raises(TraceFileError, match="cannot be opened: Is a directory"):
-        import_trace(tmp_path)
+    with pytest.raises(TraceFileError, match="cannot be read: No such file"), import_trace(tmp_path / "no"):
+        pass
+    with pytest.raises(TraceFileError, match="cannot be read: Is a directory"), import_trace(tmp_path):
+        pass

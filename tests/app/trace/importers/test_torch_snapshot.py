@@ -154,9 +154,9 @@ def test_recorded_trace_through_the_file(loaded: SimpleNamespace, tmp_path: Path
     path = tmp_path / "snapshot.pickle"
     with path.open("wb") as out:
         EXPORTERS["torch-snapshot"].export(events_of(loaded.path), TraceHeader(capacity=1), out)
-    header, events = import_trace(path)
-    assert (header.device, header.api) == ("cuda", "torch")
-    found = summarize(table_of_events(list(events)))
+    with import_trace(path) as (header, events):
+        assert (header.device, header.api) == ("cuda", "torch")
+        found = summarize(table_of_events(list(events)))
     assert (found.peak, found.live, found.peak_sequence) == (loaded.peak, loaded.live, 5)
     assert found.failure is not None
     assert (found.failure.state, found.failure.size) == (EventState.FAILED, 64 * MIB)
