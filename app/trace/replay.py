@@ -71,7 +71,7 @@ class Replay:
     live_peak: Moment
     """when most was asked for"""
     reserved_peak: Moment
-    """when most was taken from the device"""
+    """when most was taken from the device, and of these moments when most was asked for"""
     end: Moment
     failures: int
     """requests that succeeded in the trace and failed here"""
@@ -191,7 +191,8 @@ class _Replayer:
         """Remember the peaks."""
         if self.allocator.requested > self.live_peak.requested:
             self.live_peak = self._moment(self._sequence(row))
-        if self.allocator.reserved > self.reserved_peak.reserved:
+        peak = self.reserved_peak
+        if (self.allocator.reserved, self.allocator.requested) > (peak.reserved, peak.requested):
             self.reserved_peak = self._moment(self._sequence(row))
 
     def _moment(self, sequence: int) -> Moment:

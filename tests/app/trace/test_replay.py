@@ -123,6 +123,16 @@ def test_blocks_that_are_older_than_the_trace_come_first(make_trace: Callable[..
     assert (short.first_failure.sequence, short.first_failure.size) == (0, 6 * MIB)
 
 
+def test_the_peak_is_shown_where_most_of_it_is_used(make_trace: Callable[..., TraceMaker]) -> None:
+    """A pool has its first step from the first request on: what matters is how full it gets."""
+    maker = make_trace()
+    for name in "abc":
+        maker.allocate(name, 10 * MIB)
+    maker.free("a", "b")
+    peak = replay(table_of(maker.close()), PoolAllocator(ENDLESS)).reserved_peak
+    assert (peak.sequence, peak.requested, peak.reserved, peak.unused) == (3, 30 * MIB, 32 * MIB, 2 * MIB)
+
+
 def test_small_tensors_in_slabs(make_trace: Callable[..., TraceMaker]) -> None:
     maker = make_trace()
     for number in range(200):
