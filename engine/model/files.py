@@ -19,6 +19,8 @@ _LONGEST = 120
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises CheckpointError, which names it, for anything else."""
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe may never be written to
+            raise CheckpointError(f"{file}: expected a file, found something else")
         with file.open("rb") as opened:
             data = opened.read(LARGEST_JSON + 1)
         if len(data) > LARGEST_JSON:

@@ -11,7 +11,7 @@ from engine.model.files import text_shown
 
 __all__ = ["hub_reason", "is_hub_id", "resolve_model"]
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 _UNWANTED = [
     "*/*",  # other formats of the same weights: original/, onnx/, gguf/
@@ -34,11 +34,20 @@ def resolve_model(model: str, *, download: Callable[[str], str] | None = None) -
     CheckpointError
         It is neither, or cannot be fetched: unknown, gated, no network, a full disk.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_directory, is_there = path.is_dir(), path.exists()
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a name that is too long, a directory that bars the way, no home
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{text_shown(model)}: {reason}") from None
+    if is_directory:
         return path
-    if path.exists():
-        raise CheckpointError(f"{text_shown(model)}: expected a model directory, found a file")
+    if is_there:
+        made = "; vtserve quantize makes one of a GGUF file" if path.suffix == ".gguf" else ""
+        raise CheckpointError(f"{text_shown(model)}: expected a model directory, found a file{made}")
     if not is_hub_id(model):
         raise CheckpointError(
             f"{text_shown(model)}: no such directory, and not a Hugging Face id (OWNER/NAME)"

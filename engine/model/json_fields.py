@@ -34,7 +34,8 @@ class Fields:
         """An integer from 1 to 2³¹ - 1."""
         value = self._or(name, standard)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-            raise self.fault(name, "a positive integer")
+            is_large = isinstance(value, int) and value >= 1 << 31
+            raise self.fault(name, f"a positive integer{' below 2147483648' if is_large else ''}")
         return value
 
     def positive(self, name: str, standard: float | None = None) -> float:

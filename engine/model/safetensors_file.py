@@ -15,6 +15,9 @@ from engine.model.files import text_shown
 
 __all__ = ["MappedFile", "StoredTensor", "carrier_of", "list_tensors"]
 
+_MOST_DIMENSIONS = 64
+"""of a NumPy array"""
+
 _BITS = {
     "BOOL": 8,
     "F4": 4,
@@ -75,7 +78,7 @@ def list_tensors(file: Path) -> dict[str, StoredTensor]:
     Raises
     ------
     CheckpointError
-        It is missing, or no sound safetensors file.
+        It is missing, or no sound safetensors file; or a tensor has more dimensions than an array can have.
     UnsupportedModelError
         An element type is unknown.
     """
@@ -91,6 +94,11 @@ def list_tensors(file: Path) -> dict[str, StoredTensor]:
                 if dtype not in _BITS:
                     raise UnsupportedModelError(
                         f"{file}: tensor {text_shown(name)}: element type {dtype} is not served"
+                    )
+                if len(shape) > _MOST_DIMENSIONS:
+                    raise CheckpointError(
+                        f"{file}: tensor {text_shown(name)}: expected at most {_MOST_DIMENSIONS} dimensions, "
+                        f"found {len(shape)}"
                     )
                 nbytes = math.prod(shape) * _BITS[dtype] // 8
                 tensors[name] = StoredTensor(file, dtype, shape, start, nbytes)

@@ -51,14 +51,25 @@ class Tokenizer:
         return cls(inner, ChatTemplate.read(path, settings, special))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises RequestError for half a surrogate pair, which UTF-8 cannot hold."""
+        """Token ids of `text`.
+
+        Raises RequestError for half a surrogate pair, which UTF-8 cannot hold, and where the library fails.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"prompt: expected Unicode text, found half a surrogate pair at character {error.start}"
             ) from None
-        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        except BaseException as error:
+            # The library raises plain Exception; where Rust panics, pyo3's exception, which is none.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(
+                f"prompt: the model's tokenizer cannot encode it: {text_shown(str(error))}"
+            ) from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; an unknown id has none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,12 @@ def test_a_very_large_config_is_not_read(model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(files, "LARGEST_JSON", 1 << 20)
     (model / "config.json").write_bytes(b" " * (2 << 20))
     assert "config.json: larger than 1 MiB" in refuse(model)
+
+
+def test_a_pipe_is_not_waited_for(model: Path) -> None:
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    assert "config.json: expected a file, found something else" in refuse(model)
 
 
 def test_a_faulty_generation_config_is_named(model: Path) -> None:

@@ -39,6 +39,11 @@ def test_an_id_is_downloaded(tmp_path: Path) -> None:
     assert asked == ["Org-1/Model_2.5-NVFP4"]
 
 
+def test_a_name_longer_than_the_file_system_takes_is_one_line() -> None:
+    with pytest.raises(CheckpointError, match=r"^a/b+…: File name too long$"):
+        resolve_model("a/" + "b" * 5000)
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -235,7 +235,7 @@ def test_another_activation_is_refused() -> None:
         ("architectures", [], "a list of names"),
         ("architectures", [3], "a list of names"),
         ("vocab_size", True, "a positive integer, found True"),
-        ("vocab_size", 2**31, "a positive integer"),
+        ("vocab_size", 2**31, "a positive integer below 2147483648, found 2147483648"),
         ("vocab_size", "512", "a positive integer"),
         ("num_hidden_layers", 0, "a positive integer"),
         ("rms_norm_eps", 0, "a positive number"),

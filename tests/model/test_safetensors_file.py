@@ -95,6 +95,12 @@ def test_headers_that_lie(tmp_path: Path, name: str, header: Any) -> None:
     assert "not a sound safetensors file" in refuse(write(tmp_path, header))
 
 
+def test_more_dimensions_than_an_array_has(tmp_path: Path) -> None:
+    header = {"a": entry(0, 16, shape=[4] + [1] * 64)}
+    assert "tensor a: expected at most 64 dimensions, found 65" in refuse(write(tmp_path, header))
+    assert list_tensors(write(tmp_path, {"a": entry(0, 16, shape=[4] + [1] * 63)}))
+
+
 @pytest.mark.parametrize("length", [0, 1, 10**3, 10**8 + 1, 2**31, 2**40, 2**63, 2**64 - 1])
 def test_lengths_of_headers_that_lie(tmp_path: Path, length: int) -> None:
     """Without reading, or asking memory for, as much as they say."""

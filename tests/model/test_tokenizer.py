@@ -335,6 +335,29 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
         made(BYTE_LEVEL).encode("ab\ud83d")
 
 
+def test_what_the_library_cannot_encode_fails_one_request(tmp_path: Path) -> None:
+    """It raises plain exceptions, and where it gives up, one that `except Exception` lets pass."""
+    lacking = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="<none>"))
+    directory = write(tmp_path, lacking)
+    assert Tokenizer.open(directory).encode("a") == [0]
+    with pytest.raises(
+        RequestError, match=r"^prompt: the model's tokenizer cannot encode it: WordLevel error"
+    ):
+        Tokenizer.open(directory).encode("b")
+
+    settings_file = json.loads((write(tmp_path, byte_level()) / "tokenizer.json").read_text())
+    settings_file["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<gone>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings_file))
+    with pytest.raises(RequestError, match=r"^prompt: the model's tokenizer cannot encode it: ") as caught:
+        Tokenizer.open(tmp_path).encode("a")
+    assert "\n" not in str(caught.value)
+
+
 def spoil_json(directory: Path) -> str:
     (directory / "tokenizer.json").write_text('{"model":\n')
     return "tokenizer.json: not a tokenizer"
