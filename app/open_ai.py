@@ -155,6 +155,8 @@ def transport_line(error: Exception, timeout: float) -> str:
             return f"no connection within {min(timeout, _CONNECT_SECONDS):g} s"
         case httpx.TimeoutException():
             return f"no byte for {timeout:g} s"
+        case httpx.NetworkError() if not str(error):
+            return f"the connection broke off ({type(error).__name__})"
     return one_line(str(error)) or type(error).__name__
 
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import httpx
 
+from app.benchmark.client_pool import ClientPool
 from app.benchmark.outcome import Outcome
 from app.benchmark.workload import Prompt, arrival_times
-from app.open_ai import MAX_ERROR_BYTES, ServerError, client_options, error_line, is_chat, transport_line
+from app.open_ai import MAX_ERROR_BYTES, ServerError, error_line, is_chat, transport_line
 from app.open_ai_stream import AnswerReader, Chunk
 
 __all__ = ["Load", "LoadSettings"]
 
 _DRAIN_SECONDS = 1.0
 """for a connection to show its end after the last event, so that it can be used again"""
-_KEEPALIVE_SECONDS = 2.0
-"""well below the 5 s of uvicorn: a request on a connection that the server is closing would fail"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +99,13 @@ class Load:
         """Ask for a completion of each prompt. Calls `progress` with the requests that ended, and all."""
         settings = self.settings
         slots = None if settings.max_concurrency is None else anyio.Semaphore(settings.max_concurrency)
-        # A connection for each request under way, however many: a queue in here would not be the server's.
-        limits = httpx.Limits(max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS)
-        options = client_options(settings.base_url, settings.api_key, settings.timeout)
-        async with httpx.AsyncClient(**options, limits=limits) as client:
+        async with self._client_pool() as clients:
 
             async def one(prompt: Prompt, due: float) -> None:
                 await anyio.sleep(max(due - self._now(), 0))
-                if slots is not None:
-                    await slots.acquire()
-                try:
-                    outcome = await self._ask(client, prompt, due)
-                finally:
-                    if slots is not None:
-                        slots.release()
+                async with slots or nullcontext():
+                    with clients.lend() as client:
+                        outcome = await self._ask(client, prompt, due)
                 self.outcomes.append(outcome)
                 progress(len(self.outcomes), len(self._prompts))
 
@@ -124,6 +116,13 @@ class Load:
                         tasks.start_soon(one, prompt, due)
             finally:
                 self._seconds = self._now()
+
+    def _client_pool(self) -> ClientPool:
+        """With a client for each of those who come first."""
+        settings = self.settings
+        first = sum(due == 0 for due in self._due)
+        count = min(first, settings.max_concurrency or first)
+        return ClientPool(settings.base_url, settings.api_key, settings.timeout, count=count)
 
     def _now(self) -> float:
         return time.perf_counter() - self._origin

@@ -128,7 +128,8 @@ def test_token_ids() -> None:
 def test_transport_errors_are_a_line() -> None:
     assert transport_line(httpx.ConnectTimeout(""), 600) == "no connection within 10 s"
     assert transport_line(httpx.ReadTimeout(""), 0.5) == "no byte for 0.5 s"
-    assert transport_line(httpx.ReadError(""), 1) == "ReadError"
+    assert transport_line(httpx.ReadError(""), 1) == "the connection broke off (ReadError)"
+    assert transport_line(httpx.ProxyError(""), 1) == "ProxyError"
     assert transport_line(httpx.ConnectError("no\nroute"), 1) == "no route"
     assert one_line("a" * 600) == "a" * 499 + "…"
 

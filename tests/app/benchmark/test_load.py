@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,33 @@ def test_an_answer_has_ended_with_its_last_event() -> None:
             [outcome] = load(server.url, ["x"], timeout=30).outcomes
             assert outcome.error is None
             assert outcome.ended == outcome.token_times[-1]
+
+
+async def test_connections_are_used_again() -> None:
+    body = b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    chunked = b"%x\r\n%b\r\n" % (len(body), body)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                request = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(request.lower().partition(b"content-length:")[2].split()[0]))
+                writer.write(head + chunked)
+                # The end of the response comes by itself, after the last event.
+                await asyncio.sleep(0.01)
+                writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        load_ = Load(LoadSettings(f"http://{host}:{port}", "m", max_concurrency=2), ["x"] * 12)
+        await load_.run(lambda done, total: None)
+    assert [outcome.error for outcome in load_.outcomes] == [None] * 12
+    assert connections == 2
 
 
 @pytest.mark.parametrize(
