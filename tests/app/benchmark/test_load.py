@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import itertools
 import json
@@ -15,6 +14,8 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from app.benchmark.load import Load, LoadSettings
 from app.benchmark.workload import Prompt
@@ -142,23 +143,28 @@ async def test_connections_are_used_again() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     connections = 0
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(stream: SocketStream) -> None:
         nonlocal connections
         connections += 1
-        with suppress(asyncio.IncompleteReadError):
-            while True:
-                request = await reader.readuntil(b"\r\n\r\n")
-                await reader.readexactly(int(request.lower().partition(b"content-length:")[2].split()[0]))
-                writer.write(head + chunked)
-                # The end of the response comes by itself, after the last event.
-                await asyncio.sleep(0.01)
-                writer.write(b"0\r\n\r\n")
-        writer.close()
+        received = BufferedByteReceiveStream(stream)
+        async with stream:
+            with suppress(anyio.IncompleteRead):
+                while True:
+                    request = await received.receive_until(b"\r\n\r\n", 1 << 16)
+                    length = request.lower().partition(b"content-length:")[2].split()[0]
+                    await received.receive_exactly(int(length))
+                    await stream.send(head + chunked)
+                    # The end of the response comes by itself, after the last event.
+                    await anyio.sleep(0.01)
+                    await stream.send(b"0\r\n\r\n")
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        load_ = Load(LoadSettings(f"http://{host}:{port}", "m", max_concurrency=2), ["x"] * 12)
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, answer)
+        port = listener.extra(SocketAttribute.local_port)
+        load_ = Load(LoadSettings(f"http://127.0.0.1:{port}", "m", max_concurrency=2), ["x"] * 12)
         await load_.run(lambda done, total: None)
+        tasks.cancel_scope.cancel()
     assert [outcome.error for outcome in load_.outcomes] == [None] * 12
     assert connections == 2
 
