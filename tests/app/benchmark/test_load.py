@@ -18,7 +18,7 @@ from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from app.benchmark.load import Load, LoadSettings
-from app.benchmark.workload import Prompt
+from app.benchmark.workload import Prompt, arrival_times
 from app.open_ai import first_model
 from tests.app.hostile_server import chunk, events, hostile_server, response, stream, usage
 
@@ -91,6 +91,15 @@ def test_requests_are_sent_whether_others_were_answered_or_not() -> None:
         anyio.run(main)
     assert load_.unfinished == 8
     assert load_.outcomes == []
+
+
+def test_no_request_is_sent_before_it_is_due() -> None:
+    with hostile_server(events(chunk("a", chat=False, finish="stop"))) as server:
+        ended = load(server.url, ["x"] * 8, rate=40.0, seed=2)
+    outcomes = sorted(ended.outcomes, key=lambda outcome: outcome.due)
+    assert [outcome.due for outcome in outcomes] == arrival_times(8, 40.0, 2)
+    # The loop's clock is read before ours.
+    assert all(outcome.begun > outcome.due - 1e-3 for outcome in outcomes)
 
 
 def test_what_is_sent() -> None:
