@@ -25,6 +25,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.levers import Lever, describe_levers
+from engine.memory.causes import CAUSES
 from engine.memory.errors import AllocationError, AllocationRequest
 from engine.memory.house import MemoryHouse
 from engine.memory.lines import format_line
@@ -37,6 +38,7 @@ __all__ = [
     "FailureReporter",
     "RequestRecord",
     "StepRecord",
+    "allocation_record",
     "failed_line",
     "failure_directory",
     "read_failure",
@@ -158,7 +160,7 @@ class FailureReporter:
         record.step = step
         record.requests = list(requests)
         if isinstance(error, AllocationError):
-            record.allocation = error.request.to_dict()
+            record.allocation = allocation_record(error.request)
             record.levers = _attempt(lambda: self._levers(error), [])
         if (house := self.house) is not None:
             # After a sticky error the device answers nothing: each of these may fail alone.
@@ -236,6 +238,12 @@ class FailureReporter:
     def _say(self, line: str) -> None:
         with suppress(Exception):  # stderr may be closed
             print(line, file=self.output, flush=True)
+
+
+def allocation_record(request: AllocationRequest) -> dict[str, Any]:
+    """A request that failed, for a record: its fields, and what its classification means."""
+    cause = CAUSES[request.why]
+    return {**request.to_dict(), "cause": cause.meaning, "usually_helps": cause.helps}
 
 
 def write_atomically(path: Path, data: bytes) -> None:

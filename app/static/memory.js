@@ -252,7 +252,7 @@ async function showFailure(id) {
   const allocation = record.allocation ?? {};
   const facts = {
     "Doing": record.doing, "Asked for": allocation.size && `${mib(allocation.size)} MiB`, "For": allocation.tag,
-    "By": allocation.site, "Why": allocation.why, "Number": allocation.sequence && `#${allocation.sequence}`,
+    "By": allocation.site, "Why": allocation.why && [allocation.why, allocation.cause].filter(Boolean).join(": "), "Number": allocation.sequence && `#${allocation.sequence}`,
     "Live": allocation.live && gib(allocation.live), "Free": allocation.free && gib(allocation.free), "Record": record.id,
   };
   at("failure-facts").replaceChildren(...Object.entries(facts).filter(([, value]) => value).map(([name, value]) => {

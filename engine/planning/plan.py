@@ -15,7 +15,7 @@ import msgspec
 
 from engine.backend.protocol import DType
 from engine.config import EngineConfig, EngineLimits
-from engine.failure import failed_line
+from engine.failure import allocation_record, failed_line
 from engine.kv_sizing import least_blocks
 from engine.levers import Lever
 from engine.memory.errors import AllocationError, AllocationRequest
@@ -239,7 +239,7 @@ class Planner:
     def _describe(self, request: AllocationRequest, config: EngineConfig) -> PlannedFailure:
         device = "host" if self.device.name == "cpu" else self.device.name
         return PlannedFailure(
-            request=request.to_dict(),
+            request=allocation_record(request),
             line=f"{failed_line(request, device)} planned=yes",
             what=f"{config.model}: {str(AllocationError(request)).replace(' failed: ', ' would fail: ', 1)}",
         )

@@ -356,7 +356,7 @@ async def test_what_no_restart_would_mend_is_refused_at_once(start: Start) -> No
         assert not handle.client.failures.list()
 
 
-async def test_draining_ends_what_is_left_with_an_error(start: Start) -> None:
+async def test_draining_waits_and_then_ends_what_is_left_with_an_error(start: Start) -> None:
     async with start() as handle:
         await handle.reach(EngineState.READY)
         ended: list[Ended] = []
@@ -366,8 +366,11 @@ async def test_draining_ends_what_is_left_with_an_error(start: Start) -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(one, 5)
+            await anyio.sleep(0.01)
+            await handle.client.drain(60)
+            assert ended, "it waited"
             tasks.start_soon(one, 500)
-            await anyio.sleep(0.05)
-            await handle.client.drain(0.8)
+            await anyio.sleep(0.01)
+            await handle.client.drain(0.1)
         assert [item.delta.finish_reason for item in ended] == [FinishReason.LENGTH, FinishReason.ABORT]
         assert ended[1].delta.error == "the server is stopping"

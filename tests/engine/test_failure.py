@@ -13,7 +13,8 @@ from engine import failure
 from engine.config import EngineConfig
 from engine.failure import FailureReporter, failure_directory, read_failure, summarize_error
 from engine.memory.base import Overheads
-from engine.memory.errors import AllocationRequest, OutOfMemoryError
+from engine.memory.causes import CAUSES
+from engine.memory.errors import AllocationRequest, OutOfMemoryError, Why
 from engine.memory.house import MemoryHouse
 from engine.memory.resources import HostMemoryResource
 from engine.memory.scope import memory_scope
@@ -54,6 +55,8 @@ def test_a_record_of_a_failed_load(tmp_path: Path) -> None:
         "site": data["allocation"]["site"],
         "sequence": 2,
         "why": "full",
+        "cause": CAUSES[Why.FULL].meaning,
+        "usually_helps": CAUSES[Why.FULL].helps,
         "error": "out of memory",
         "error_code": 0,
         "free": 5_000,

@@ -54,12 +54,15 @@ def summary(file: Path, top: int, full_tags: bool, as_json: bool) -> None:
 
 def summary_lines(found: Summary, top: int) -> Iterator[str]:
     """The summary for a person; at most `top` rows a table, 0: all."""
+    from engine.memory.causes import CAUSES
     from engine.memory.errors import describe_bytes
     from engine.memory.lines import format_line
 
     device = found.header.device
     if found.failure is not None:
         yield format_line(found.failure, device)
+        if found.failure.why is not None:
+            yield f"{found.failure.why.value}: {CAUSES[found.failure.why]}"
         if found.failures > 1:
             yield f"{found.failures} requests failed; this was the last"
         yield ""
