@@ -126,14 +126,14 @@ class ServerTop:
         if ledger_answer is not None:
             ledger = ledger_answer.json()
         trace = self._get(f"/debug/alloc?last={_LINES}", missing=True)
-        health = self._client.get("/health").status_code
+        ready = self._get("/health", missing=True, unready=True) is not None
         metrics = self._get("/metrics")
         assert metrics is not None
         entries = dict(ledger["segments"])
         entries |= {name.replace("_", " "): ledger.get(name, 0) for name in _OVERHEADS if ledger.get(name)}
         entries["free"] = ledger["free"]
         lines = ["tracing is off"] if trace is None else trace.text.splitlines()
-        state = "ready" if health == 200 else "not ready"
+        state = "ready" if ready else "not ready"
         return Snapshot(f"{self._url}, {state}", ledger["total"], entries, lines, self._figures(metrics.text))
 
     def _figures(self, text: str) -> dict[str, str]:
@@ -153,12 +153,13 @@ class ServerTop:
             "restarts": f"{value('vtserve_engine_restarts_total'):.0f}",
         }
 
-    def _get(self, path: str, *, missing: bool = False) -> httpx.Response | None:
+    def _get(self, path: str, *, missing: bool = False, unready: bool = False) -> httpx.Response | None:
+        """The response; None for what may be `missing`, or from an engine that may be `unready`."""
         try:
             response = self._client.get(path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerError(f"{self._url}: {error or type(error).__name__}") from None
-        if response.status_code == 404 and missing:
+        if (response.status_code == 404 and missing) or (response.status_code == 503 and unready):
             return None
         if response.status_code != 200:
             raise ServerError(f"{self._url}: {what_went_wrong(response)}")
