@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -203,12 +203,21 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
 
-    def interrupt(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+    def interrupt_until(self, pattern: str) -> None:
+        """Press Ctrl-C, and again if nothing comes of it, up to `pattern`.
 
-    def wait_for(self, pattern: str) -> str:
+        A signal that arrives just before the interpreter waits for a key is noticed with the next one.
+        """
+        for _ in range(20):
+            self._process.send_signal(signal.SIGINT)
+            with suppress(AssertionError):
+                self.wait_for(pattern, seconds=3)
+                return
+        raise AssertionError(self._shown)
+
+    def wait_for(self, pattern: str, *, seconds: float = 60) -> str:
         """What was shown up to `pattern` and since the last call."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + seconds
         while not (found := re.search(pattern, self._shown)):
             assert time.monotonic() < end, self._shown
             if select.select([self._descriptor], [], [], 0.1)[0]:
@@ -246,10 +255,8 @@ def test_ctrl_c_ends_the_answer_only() -> None:
         for turn in range(2):
             chat.type(f"turn {turn}\n")
             chat.wait_for("half")
-            chat.interrupt()
-            chat.wait_for("> ")
-        chat.interrupt()
-        chat.wait_for(r"/quit \(or Ctrl-D\) ends.*\n> ")
+            chat.interrupt_until("> ")
+        chat.interrupt_until(r"/quit \(or Ctrl-D\) ends.*\n> ")
         chat.type("/quit\n")
         assert chat.status() == 0
         last = json.loads(server.requests[-1][1])["messages"]
