@@ -166,17 +166,22 @@ class _QuietAccept:
     """Takes what asyncio finds wrong outside of tasks.
 
     Out of descriptors it is told so for every connection that waits, each second, with a traceback; here that
-    is a line now and then.
+    is a line now and then. A second later asyncio listens again, also on a socket that was closed meanwhile.
     """
 
     def __init__(self) -> None:
         self._told = -_SECONDS_BETWEEN_WARNINGS
+        self._ran_out = False
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
+        if self._ran_out and isinstance(error, ValueError) and "file descriptor" in str(error):
+            return
         if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
             loop.default_exception_handler(context)
-        elif loop.time() - self._told >= _SECONDS_BETWEEN_WARNINGS:
+            return
+        self._ran_out = True
+        if loop.time() - self._told >= _SECONDS_BETWEEN_WARNINGS:
             self._told = loop.time()
             _log.warning("no connection can be accepted: %s (ulimit -n)", error.strerror)
 
