@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigurationError
-from engine.memory.settings import TraceSettings
+from engine.memory.settings import END_OF_MIB, TraceSettings
 
 BYTE_SIZE_EXAMPLES = "1000000000, 200MiB or 1.5G"
 
@@ -60,14 +60,15 @@ def trace_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Trac
     Raises
     ------
     ConfigurationError
-        A variable has a value that is not understood, or a flag says how to trace while tracing is off.
+        A variable or flag has a value that is not understood, or a flag says how to trace while tracing is
+        off.
     """
     settings = TraceSettings.from_environ(environ)
     given = {
         "trace": flags["alloc_trace"],
         "stats": flags["alloc_stats"],
-        "min_bytes": _mebibytes(flags["alloc_trace_min_mib"]),
-        "low_free_bytes": _mebibytes(flags["alloc_trace_low_free_mib"]),
+        "min_bytes": _mebibytes(flags, "alloc_trace_min_mib"),
+        "low_free_bytes": _mebibytes(flags, "alloc_trace_low_free_mib"),
         "file": Path(flags["alloc_trace_file"]) if flags["alloc_trace_file"] else None,
         "records": flags["alloc_trace_records"],
         "observe": flags["alloc_observe"],
@@ -76,10 +77,18 @@ def trace_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Trac
     if not settings.trace:
         for name, value in flags.items():
             if name.startswith("alloc_trace_") and value is not None:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigurationError(f"{flag}: tracing is off; turn it on with --alloc-trace")
+                raise ConfigurationError(f"{_flag(name)}: tracing is off; turn it on with --alloc-trace")
     return settings
 
 
-def _mebibytes(value: float | None) -> int | None:
-    return None if value is None else int(value * 2**20)
+def _mebibytes(flags: Mapping[str, Any], name: str) -> int | None:
+    value: float | None = flags[name]
+    if value is None:
+        return None
+    if not 0 <= value < END_OF_MIB:
+        raise ConfigurationError(f"{_flag(name)} {value:g}: expected a number of MiB from 0 to under 2**40")
+    return int(value * 2**20)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -136,6 +136,9 @@ def fail(error: Exception) -> NoReturn:
     elif isinstance(error, OSError) and error.strerror:
         named = [str(name) for name in (error.filename, error.filename2) if name is not None]
         message = ": ".join([*named, error.strerror])
+    elif isinstance(error, MemoryError) or "failed to map segment" in str(error):
+        said = f" ({error})" if str(error) else ""
+        message = f"the host has no memory left for this process{said}: `ulimit -v`, a container's limit"
     else:
         message = f"internal error: {type(error).__name__}: {error} (--debug shows the traceback)"
     status = 2 if isinstance(error, ConfigurationError) else 1

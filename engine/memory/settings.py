@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.memory.errors import ConfigurationError
 
 __all__ = [
+    "END_OF_MIB",
     "FILE_VARIABLE",
     "LOW_FREE_VARIABLE",
     "MIN_VARIABLE",
@@ -27,6 +28,8 @@ LOW_FREE_VARIABLE = "VT_CUDA_ALLOC_TRACE_LOW_FREE_MIB"
 FILE_VARIABLE = "VT_CUDA_ALLOC_TRACE_FILE"
 RECORDS_VARIABLE = "VT_CUDA_ALLOC_TRACE_RECORDS"
 
+END_OF_MIB = 1 << 40
+"""sizes in MiB are less than this: more bytes than any record can hold"""
 _MIB = 1 << 20
 _ON = frozenset({"1", "true", "on"})
 _OFF = frozenset({"", "0", "false", "off"})
@@ -90,12 +93,12 @@ def _mebibytes(environ: Mapping[str, str], name: str, standard: int) -> int:
     text = environ.get(name, "").strip()
     if not text:
         return standard
-    problem = ConfigurationError(f"{name}={environ[name]!r}: expected a number of MiB, 0 or more")
+    problem = ConfigurationError(f"{name}={environ[name]!r}: expected a number of MiB from 0 to under 2**40")
     try:
         value = float(text)
     except ValueError:
         raise problem from None
-    if not 0 <= value < 1 << 40:  # not a number fails both
+    if not 0 <= value < END_OF_MIB:  # not a number fails both
         raise problem
     return int(value * _MIB)
 

@@ -101,6 +101,15 @@ def test_how_to_trace_is_refused_while_tracing_is_off(flag: str, value: object) 
         trace_settings({}, {**NO_FLAGS, f"alloc_trace_{flag}": value})
 
 
+@pytest.mark.parametrize("flag", ["min_mib", "low_free_mib"])
+@pytest.mark.parametrize("value", [1e308, 1e300, 2.0**40, -1.0, float("nan"), float("inf")])
+def test_sizes_that_no_record_can_hold_are_refused(flag: str, value: float) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"--alloc-trace-{flag.replace('_', '-')} \S+: expected a number of MiB"
+    ):
+        trace_settings({}, {**NO_FLAGS, "alloc_trace": True, f"alloc_trace_{flag}": value})
+
+
 def test_a_variable_that_is_not_understood_is_refused_even_beside_its_flag() -> None:
     with pytest.raises(ConfigurationError, match="VT_CUDA_ALLOC_TRACE='maybe'"):
         trace_settings({"VT_CUDA_ALLOC_TRACE": "maybe"}, {**NO_FLAGS, "alloc_trace": True})

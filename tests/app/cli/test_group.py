@@ -19,6 +19,9 @@ ERRORS: dict[str, BaseException] = {
     "configuration": ConfigurationError("VT_CUDA_ALLOC_TRACE=maybe: expected 1 or 0"),
     "os": PermissionError(errno.EACCES, "Permission denied", "/root/prompts.txt"),
     "bug": KeyError("layers"),
+    "memory": MemoryError(),
+    "array": MemoryError("Unable to allocate 8.00 GiB for an array"),
+    "library": ImportError("/lib/driver.so: failed to map segment from shared object"),
     "multiline": RuntimeError("first\nsecond"),
     "interrupt": KeyboardInterrupt(),
     "abort": click.Abort(),
@@ -43,6 +46,23 @@ def run(*args: str) -> Result:
         ("configuration", 2, "Error: VT_CUDA_ALLOC_TRACE=maybe: expected 1 or 0"),
         ("os", 1, "Error: /root/prompts.txt: Permission denied"),
         ("bug", 1, "Error: internal error: KeyError: 'layers' (--debug shows the traceback)"),
+        (
+            "memory",
+            1,
+            "Error: the host has no memory left for this process: `ulimit -v`, a container's limit",
+        ),
+        (
+            "array",
+            1,
+            "Error: the host has no memory left for this process (Unable to allocate 8.00 GiB for an array): "
+            "`ulimit -v`, a container's limit",
+        ),
+        (
+            "library",
+            1,
+            "Error: the host has no memory left for this process (/lib/driver.so: failed to map segment from "
+            "shared object): `ulimit -v`, a container's limit",
+        ),
         ("multiline", 1, "Error: internal error: RuntimeError: first second (--debug shows the traceback)"),
     ],
 )
