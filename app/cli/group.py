@@ -73,12 +73,20 @@ class CommandGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in self.lazy_commands.items()])
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise in_one_line(error) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         use_utf8()
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+        except click.UsageError as error:
+            raise in_one_line(error) from None
         except (click.ClickException, click.exceptions.Exit):
             raise
         except (KeyboardInterrupt, click.Abort):
@@ -127,6 +135,13 @@ def use_utf8() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(encoding="utf-8", errors="replace")
+
+
+def in_one_line(error: click.UsageError) -> click.ClickException:
+    """What to raise instead of `error`, which click shows in four lines. A help text stays as it is."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error
+    return Failure(" ".join(error.format_message().split()), error.exit_code)
 
 
 def fail(error: Exception) -> NoReturn:

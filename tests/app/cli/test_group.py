@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import click
 import pytest
@@ -12,6 +13,8 @@ from click.testing import CliRunner, Result
 
 from app.cli import main
 from app.cli.group import CommandGroup, LazyCommand
+from app.cli.options import ByteSize
+from app.cli.trace.show import Kinds
 from engine.errors import CheckpointError, ConfigurationError
 
 ERRORS: dict[str, BaseException] = {
@@ -144,6 +147,58 @@ def test_misspelling_is_answered_with_the_right_spelling(arguments: list[str], s
     result = CliRunner().invoke(main, arguments, prog_name="vtserve")
     assert result.exit_code == 2
     assert suggestion in result.stderr.splitlines()[-1]
+
+
+def every_command(group: CommandGroup, *path: str) -> Iterator[tuple[list[str], click.Command]]:
+    """Each command of `group` with its words, groups of verbs too."""
+    yield [*path], group
+    context = click.Context(group)
+    for name in group.lazy_commands:
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, CommandGroup):
+            yield from every_command(command, *path, name)
+        else:
+            yield [*path, name], command
+
+
+def wrong_arguments() -> Iterator[list[str]]:
+    """Arguments that a command cannot take: for each one, of each sort."""
+    assert isinstance(main, CommandGroup)
+    for path, command in every_command(main):
+        context = click.Context(command)
+        yield [*path, "--no-such-flag"]
+        yield [*path, *["one"] * 9]
+        required = [param for param in command.params if param.required]
+        if required:
+            yield path
+        for param in command.get_params(context):
+            if not isinstance(param, click.Option) or param.is_flag or not param.opts:
+                continue
+            flag = param.opts[0]
+            yield [*path, flag]
+            if isinstance(param.type, click.Choice | click.IntRange | click.FloatRange | ByteSize | Kinds):
+                yield [*path, flag, "no\nsuch"]
+            if isinstance(param.type, click.IntRange):
+                yield [*path, flag, "-5"]
+
+
+@pytest.mark.parametrize("arguments", [*wrong_arguments()], ids=repr)
+def test_usage_error_is_one_line(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments, prog_name="vtserve")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.endswith("\n")
+    assert len(result.stderr.splitlines()) == 1
+    flag = next((word for word in arguments if word.startswith("--")), "")
+    assert flag in result.stderr
+
+
+def test_group_without_a_command_shows_its_help() -> None:
+    result = CliRunner().invoke(main, ["trace"], prog_name="vtserve")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Usage: vtserve trace ")
+    assert "summary" in result.stderr
 
 
 def test_every_help_fits_a_screen_and_ends_with_an_example() -> None:
