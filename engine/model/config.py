@@ -50,8 +50,8 @@ class ModelConfig:
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
     """per layer; None attends to everything before"""
-    tie_word_embeddings: bool
-    """as config.json says; the tensors present decide"""
+    tie_word_embeddings: bool | None
+    """as config.json says, None where it does not; the tensors present decide"""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """config.json's and generation_config.json's together"""

@@ -71,8 +71,10 @@ class Llama:
         self.backend = backend
         hidden, vocab = config.hidden_size, config.vocab_size
 
-        # config.json's tie_word_embeddings can be wrong either way: the tensors present decide. Some
-        # checkpoints of tied models hold the table twice.
+        # config.json's tie_word_embeddings can be wrong: the tensors present decide, but a head that it
+        # promises and that is not there was lost. Some checkpoints of tied models hold the table twice.
+        if config.tie_word_embeddings is False and not weights.has_linear("lm_head"):
+            raise weights.missing("lm_head", "tie_word_embeddings is false")
         if weights.has_linear("lm_head") and not weights.is_repeated("lm_head", "model.embed_tokens"):
             self.lm_head = weights.linear("lm_head", ["lm_head"], [vocab], hidden)
             self.embed_tokens = weights.table("model.embed_tokens", (vocab, hidden))

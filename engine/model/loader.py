@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from engine.backend.protocol import Backend, DType, Linear, Tensor
+from engine.errors import CheckpointError
 from engine.memory.scope import memory_scope
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
@@ -58,6 +59,11 @@ class WeightLoader:
     def has_linear(self, module: str) -> bool:
         """Whether the checkpoint holds a weight of `module`."""
         return sources.has_linear(self._checkpoint, module)
+
+    def missing(self, module: str, said: str) -> CheckpointError:
+        """The error for a weight that is not there, though config.json says what promises it."""
+        path = self._checkpoint.path
+        return CheckpointError(f"{path / 'config.json'}: {said}, but tensor {module}.weight is missing")
 
     def is_repeated(self, module: str, table: str) -> bool:
         """Whether `module` is stored as a second copy of the embedding table `table`: one of them will do."""

@@ -60,6 +60,7 @@ def read_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, 
         original = rope.original_max_position_embeddings or positions
         rope = replace(rope, original_max_position_embeddings=original)
         positions = max(positions, min(int(original * rope.factor), (1 << 31) - 1))
+    tied = fields.get("tie_word_embeddings")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -73,7 +74,7 @@ def read_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, 
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         rope=rope,
         sliding_windows=_sliding_windows(fields, architecture, layers, source),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_word_embeddings=None if tied is None else fields.flag("tie_word_embeddings", False),
         bos_token_id=_bos_token(fields),
         eos_token_ids=_eos_tokens(
             fields, Fields(generation, f"{source.removesuffix('config.json')}generation_config.json")

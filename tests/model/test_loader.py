@@ -180,9 +180,19 @@ def test_the_tensors_decide_whether_it_is_tied(tmp_path: Path, caplog: pytest.Lo
     # Declared tied, and one bit of a head of its own says that it is not.
     untied = Load(with_head(tmp_path / "head", {"tie_word_embeddings": True}, 1), caplog)
     assert untied.bytes >= tied.bytes + 64 * 32 * 2
-    # Declared untied, and there is no head.
-    headless = Load(write_model(tmp_path / "headless", {"tie_word_embeddings": False}), caplog)
+    # Nothing is declared, and there is no head.
+    headless = Load(write_model(tmp_path / "headless", {"tie_word_embeddings": None}), caplog)
     assert headless.bytes == tied.bytes
+
+
+def test_a_head_that_is_declared_and_missing_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The embedding in its place would load, and answer with nonsense."""
+    model = write_model(tmp_path, {"tie_word_embeddings": False})
+    said = r"config\.json: tie_word_embeddings is false, but tensor lm_head\.weight is missing$"
+    with pytest.raises(CheckpointError, match=said):
+        Load(model, caplog)
 
 
 # -- scales of the cache -----------------------------------------------------------------------------------
