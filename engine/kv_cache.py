@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from engine.backend.protocol import Backend, DType, KVLayer, Tensor
 from engine.block_pool import BlockPool
 from engine.memory.scope import allocation_helper, memory_scope
@@ -130,6 +132,8 @@ class KVCacheManager:
         for block in found:
             self.pool.hold(block)
         fresh = [self.pool.allocate() for _ in range(total - len(found))]
+        # A new array, as long as it may become: who kept the last one sees that its blocks are gone.
+        request.block_table = np.empty(self._num_blocks(len(request.tokens)), np.int32)
         request.block_table[:total] = found + fresh
         request.num_blocks = total
         request.num_registered_blocks = len(found)

@@ -38,7 +38,8 @@ class Request:
     """64 bits that key the request's random numbers"""
     tokens: np.ndarray
     """int32, as long as the sequence may become: prompt, then output; `num_tokens` are known"""
-    num_prompt_tokens: int
+    prompt_token_ids: np.ndarray
+    """int32, the beginning of `tokens`"""
     max_tokens: int
     """of output"""
     stop_token_ids: frozenset[int]
@@ -52,12 +53,18 @@ class Request:
     """prompt positions whose log probabilities were reported"""
     status: RequestStatus = RequestStatus.WAITING
     block_table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    """int32, as long as it may become; `num_blocks` are held"""
+    """int32, as long as it may become, and a new array each time that blocks are given to a waiting
+    sequence; `num_blocks` are held"""
     num_blocks: int = 0
     num_registered_blocks: int = 0
     """leading blocks that the prefix cache knows, or need not be told of"""
     block_hashes: list[bytes] = field(default_factory=list)
     """of the leading full blocks, as far as anyone asked"""
+
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
 
     @classmethod
     def create(
@@ -77,12 +84,11 @@ class Request:
             arrival=arrival,
             key=key,
             tokens=tokens,
-            num_prompt_tokens=len(prompt),
+            prompt_token_ids=tokens[: len(prompt)],
             max_tokens=max_tokens,
             stop_token_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else eos_token_ids),
             num_tokens=len(prompt),
-            block_table=np.empty(-(-len(tokens) // limits.block_size), np.int32),
         )
 
     @property
@@ -94,10 +100,6 @@ class Request:
         """Log probabilities of prompt positions were asked for and are not all reported."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
-
-    @property
-    def prompt_token_ids(self) -> np.ndarray:
-        return self.tokens[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> np.ndarray:

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
-from engine.backend.protocol import Backend, KVLayer, StepBatch, StepInputs, Tensor
+from engine.backend.protocol import Backend, KVLayer, StepInputs, Tensor
+from engine.batch_layout import BatchLayout
 from engine.config import EngineLimits
 from engine.memory.scope import request_scope
 from engine.sampler import INVALID_TOKEN, SampledTokens, SamplingRow, TokenLogprobs
 from engine.scheduler import ScheduledRequest
 
-__all__ = ["BatchLayout", "Model", "ModelRunner", "RequestResult"]
+__all__ = ["Model", "ModelRunner", "RequestResult"]
 
 
 class Model(Protocol):
@@ -64,54 +63,6 @@ class ModelRunner:
         return _results(scheduled, rows, sampled)
 
 
-class BatchLayout:
-    """Preallocated host arrays of the largest step; `fill` returns views of their beginnings."""
-
-    def __init__(self, limits: EngineLimits) -> None:
-        tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-        self._block_size = limits.block_size
-        self._count = np.arange(max(limits.max_model_len, seqs), dtype=np.int32)
-        self._token_ids = np.empty(tokens, np.int32)
-        self._positions = np.empty(tokens, np.int32)
-        self._slots = np.empty(tokens, np.int64)
-        self._query_start = np.zeros(seqs + 1, np.int32)
-        self._seq_lens = np.empty(seqs, np.int32)
-        self._block_tables = np.zeros((seqs, limits.max_blocks_per_seq), np.int32)
-        self._logits_rows = np.empty(limits.max_logits_rows, np.int32)
-
-    def fill(self, scheduled: Sequence[ScheduledRequest]) -> StepBatch:
-        """The batch's inputs. Valid until the next call."""
-        t = r = 0
-        for s, item in enumerate(scheduled):
-            request, begin, n = item.request, t, item.num_tokens
-            t += n
-            self._token_ids[begin:t] = request.tokens[item.start : item.end]
-            self._positions[begin:t] = self._count[item.start : item.end]
-            self._query_start[s + 1] = t
-            self._seq_lens[s] = item.end
-            self._block_tables[s, : request.num_blocks] = request.blocks
-            rows = range(begin + item.logits_start - item.start, t)
-            self._logits_rows[r : r + len(rows)] = rows
-            r += len(rows)
-        num_seqs = len(scheduled)
-        positions = self._positions[:t]
-        sequence = np.repeat(self._count[:num_seqs], np.diff(self._query_start[: num_seqs + 1]))
-        block, offset = np.divmod(positions, np.int32(self._block_size))
-        slots = self._slots[:t]
-        slots[:] = self._block_tables[sequence, block]
-        slots *= self._block_size
-        slots += offset
-        return StepBatch(
-            token_ids=self._token_ids[:t],
-            positions=positions,
-            slot_mapping=slots,
-            query_start=self._query_start[: num_seqs + 1],
-            seq_lens=self._seq_lens[:num_seqs],
-            block_tables=self._block_tables[:num_seqs],
-            logits_rows=self._logits_rows[:r],
-        )
-
-
 def sampling_rows(scheduled: Sequence[ScheduledRequest]) -> list[SamplingRow]:
     """What each row of logits is wanted for, in the order of `BatchLayout`'s rows."""
     rows = []
@@ -123,14 +74,14 @@ def sampling_rows(scheduled: Sequence[ScheduledRequest]) -> list[SamplingRow]:
             known = position + 1 < request.num_tokens
             rows.append(
                 SamplingRow(
-                    request_id=request.request_id,
-                    params=request.params,
-                    key=request.key,
-                    position=position + 1,
-                    prompt_token_ids=request.prompt_token_ids,
-                    output_token_ids=output,
-                    forbidden_token_ids=forbidden,
-                    target_token_id=int(request.tokens[position + 1]) if known else None,
+                    request.request_id,
+                    request.params,
+                    request.key,
+                    position + 1,
+                    request.prompt_token_ids,
+                    output,
+                    forbidden,
+                    int(request.tokens[position + 1]) if known else None,
                 )
             )
     return rows

@@ -109,11 +109,12 @@ class Scheduler:
     def _take(self, request: Request, budget: _StepBudget) -> ScheduledRequest:
         """Schedule as many of the sequence's tokens as the budget allows, at least one."""
         start = request.num_computed_tokens
-        count = budget.take(request.num_tokens - start, row_each=request.lacks_prompt_logprobs)
+        row_each = request.lacks_prompt_logprobs
+        count = budget.take(request.num_tokens - start, row_each=row_each)
         request.num_computed_tokens = start + count
         # Sequences of the same step find these blocks already: a layer stores all K and V before it attends.
         self.kv.register(request)
-        if request.lacks_prompt_logprobs:
+        if row_each:
             logits_start = max(start, request.num_prompt_logprobs)
         else:
             logits_start = min(request.num_tokens - 1, start + count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,19 +14,8 @@ from engine.backend.protocol import Tensor
 from engine.sampler import SampledTokens, SamplingRow, sample
 
 _THREADS = 1024
-_ROW = np.dtype(
-    [
-        ("key", np.uint64),
-        ("position", np.uint64),
-        ("inverse_temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("top_k", np.int32),
-        ("index", np.int32),
-        ("greedy", np.int32),
-    ]
-)
-"""`Row` of kernels/sampling.cu"""
+_PACK = struct.Struct("=QQfffiii")
+"""`Row` of kernels/sampling.cu: key, position, 1 / temperature, top-p, min-p, top-k, index, greedy"""
 _LARGEST_VOCABULARY = 1 << 19
 """The kernel's fixed-point sums hold that many tokens."""
 _LARGEST_INVERSE_TEMPERATURE = 1e30
@@ -34,7 +24,7 @@ _LARGEST_INVERSE_TEMPERATURE = 1e30
 
 def row_bytes(max_rows: int) -> int:
     """Bytes of parameters and of results for `max_rows` rows."""
-    return max_rows * (_ROW.itemsize + 4)
+    return max_rows * (_PACK.size + 4)
 
 
 def on_device(row: SamplingRow) -> bool:
@@ -80,11 +70,9 @@ class SamplingOperation:
         assert self._io, "reserve() comes before sample()"
         assert self._pinned
         assert count <= self._max_rows, f"{count} rows, {self._max_rows} were reserved"
-        size = count * _ROW.itemsize
-        table = self._pinned.array[:size].view(_ROW)
-        for place, index in enumerate(indices):
-            table[place] = _parameters(rows[index], index)
-        results = self._max_rows * _ROW.itemsize
+        size = count * _PACK.size
+        pack_rows(rows, indices, out=self._pinned.array[:size].data)
+        results = self._max_rows * _PACK.size
         self._device.copy_to_device(self._io.address, self._pinned.address, size)
         self._device.launch(
             self._device.kernel("sampling", "sample_rows"),
@@ -111,7 +99,25 @@ class SamplingOperation:
         return result
 
 
-def _parameters(row: SamplingRow, index: int) -> tuple[int, int, float, float, float, int, int, bool]:
-    params = row.params
-    inverse = 0.0 if row.greedy else min(1.0 / params.temperature, _LARGEST_INVERSE_TEMPERATURE)
-    return row.key, row.position, inverse, params.top_p, params.min_p, max(params.top_k, 0), index, row.greedy
+def pack_rows(rows: Sequence[SamplingRow], indices: Sequence[int], *, out: memoryview) -> None:
+    """The kernel's parameters, `Row` [indices], of the rows `indices`, into writable bytes."""
+    pack, offset = _PACK.pack_into, 0
+    for index in indices:
+        row = rows[index]
+        params = row.params
+        temperature = params.temperature
+        inverse = min(1.0 / temperature, _LARGEST_INVERSE_TEMPERATURE) if temperature else 0.0
+        top_k, greedy = max(params.top_k, 0), not temperature
+        pack(
+            out,
+            offset,
+            row.key,
+            row.position,
+            inverse,
+            params.top_p,
+            params.min_p,
+            top_k,
+            index,
+            greedy,
+        )
+        offset += _PACK.size
