@@ -5,6 +5,7 @@ Tags and request ids are context variables: they follow asyncio tasks and do not
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,12 +13,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import TypeVar
 
 __all__ = [
     "FIRST_SEGMENTS",
     "allocation_helper",
+    "allocation_library",
     "call_site",
     "current_requests",
     "current_tag",
@@ -93,6 +95,7 @@ F = TypeVar("F", bound=Callable[..., object])
 # hashes by content, slowly, so they are kept by identity; the value holds the code object, so that its
 # identity stays taken.
 _outside: dict[str, bool] = {}
+_libraries: list[str] = []
 _helpers: dict[int, CodeType] = {}
 _sites: dict[tuple[int, int], tuple[CodeType, str]] = {}
 
@@ -104,8 +107,16 @@ def allocation_helper(function: F) -> F:
     return function
 
 
+def allocation_library(package: ModuleType) -> None:
+    """Mark a package whose lines only pass requests on (CuPy, numba): the call site is the line that calls it."""
+    folder = str(package.__path__[0])  # as code objects have it: links are not followed
+    if folder not in _libraries:
+        _libraries.append(folder)
+        _outside.clear()
+
+
 def call_site() -> str:
-    """``file:line`` of the first frame outside the memory house, relative to the tree where it lies in it."""
+    """``file:line`` of the first frame outside the memory house and what is marked, relative to the tree."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -124,7 +135,9 @@ def call_site() -> str:
 
 
 def _is_outside(filename: str) -> bool:
-    outside = not (filename.startswith(_HOUSE) or filename == contextmanager.__code__.co_filename)
+    outside = filename != contextmanager.__code__.co_filename and not any(
+        filename.startswith(folder + os.sep) for folder in (_HOUSE, *_libraries)
+    )
     if len(_outside) < _MOST_SITES:
         _outside[filename] = outside
     return outside

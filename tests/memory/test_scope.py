@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from engine.memory.resources import HostMemoryResource
 from engine.memory.scope import (
     FIRST_SEGMENTS,
     allocation_helper,
+    allocation_library,
     call_site,
     current_requests,
     current_tag,
@@ -110,6 +113,22 @@ def test_a_marked_helper_is_not_a_call_site() -> None:
 
     assert empty() == here()
     assert unmarked() == here(-3)
+
+
+def test_a_marked_library_is_no_call_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("arrays", "arrays_of_others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("from .deep import empty\n")
+        (tmp_path / name / "deep.py").write_text(
+            "from engine.memory.scope import call_site\ndef empty():\n    return call_site()\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    arrays, others = importlib.import_module("arrays"), importlib.import_module("arrays_of_others")
+    assert arrays.empty() == f"{tmp_path}/arrays/deep.py:3"
+    for _ in range(2):
+        allocation_library(arrays)
+        assert arrays.empty() == here()
+    assert others.empty() == f"{tmp_path}/arrays_of_others/deep.py:3"
 
 
 def test_code_outside_the_tree_keeps_its_path() -> None:
