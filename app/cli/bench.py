@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from app.cli.group import CommandGroup, LazyCommand
-from app.cli.options import Flag, HelpfulCommand, Number, flag_group
+from app.cli.options import Flag, HelpfulCommand, Number, WholeNumber, flag_group
 
 VERBS = {"serve": LazyCommand("app.cli.bench:serve", "Load a server, and tell what its clients waited for.")}
 
@@ -42,7 +42,7 @@ target_flags = flag_group(
         Flag(
             ["--port"],
             group=TARGET,
-            type=click.IntRange(1, 65_535),
+            type=WholeNumber(1, 65_535),
             metavar="N",
             default=8000,
             help="Its port.",
@@ -67,7 +67,7 @@ load_flags = flag_group(
             ["--num-prompts"],
             group=LOAD,
             common=True,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default=100,
             help="Requests.",
@@ -85,7 +85,7 @@ load_flags = flag_group(
             ["--max-concurrency"],
             group=LOAD,
             common=True,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="no limit",
             help="Most requests at once.",
@@ -94,7 +94,7 @@ load_flags = flag_group(
             ["--random-input-len"],
             group=LOAD,
             common=True,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default=128,
             help="Tokens of a random prompt.",
@@ -103,7 +103,7 @@ load_flags = flag_group(
             ["--random-output-len"],
             group=LOAD,
             common=True,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default=128,
             help="Tokens to generate.",
@@ -127,7 +127,7 @@ load_flags = flag_group(
         Flag(
             ["--num-warmups"],
             group=LOAD,
-            type=click.IntRange(min=0),
+            type=WholeNumber(min=0),
             metavar="N",
             default=1,
             help="Requests before it that do not count.",
@@ -135,7 +135,7 @@ load_flags = flag_group(
         Flag(
             ["--seed"],
             group=LOAD,
-            type=click.IntRange(min=0),
+            type=WholeNumber(min=0),
             metavar="N",
             default=0,
             help="Of arrivals and prompts.",

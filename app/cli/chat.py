@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from app.cli.options import Flag, HelpfulCommand, Number, flag_group
+from app.cli.options import Flag, HelpfulCommand, Number, WholeNumber, flag_group
 
 EPILOG = """\b
 Example:
@@ -42,7 +42,7 @@ chat_flags = flag_group(
             ["--max-tokens"],
             group=CONVERSATION,
             common=True,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="what fits",
             help="Most tokens of an answer.",

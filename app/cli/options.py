@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,14 +40,37 @@ class ByteSize(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class Number(click.FloatRange):
-    """A float in a range. Refuses NaN, which passes every comparison that `click.FloatRange` makes."""
+class WholeNumber(click.IntRange):
+    """An integer in a range, and an answer to any other value that says in words what is expected."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{reprlib.repr(value)}: expected a whole number{_describe_bounds(self)}.", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A float in a range, likewise. Refuses NaN, which passes every comparison of `click.FloatRange`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = super().convert(value, param, ctx)
+        except click.BadParameter:
+            number = math.nan
         if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
+            self.fail(f"{reprlib.repr(value)}: expected a number{_describe_bounds(self)}.", param, ctx)
         return number
+
+
+def _describe_bounds(kind: click.IntRange | click.FloatRange) -> str:
+    """``" of at least 1"``, ``" from 0 to 65535"``, ``" over 0 and at most 1"``."""
+    low, high = kind.min, kind.max
+    if low is None:
+        return "" if high is None else f" of at most {high}"
+    if kind.min_open:
+        return f" over {low}" if high is None else f" over {low} and at most {high}"
+    return f" of at least {low}" if high is None else f" from {low} to {high}"
 
 
 class Flag(click.Option):
@@ -162,7 +186,7 @@ model_flags = flag_group(
         Flag(
             ["--threads"],
             group="Model",
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="all cores",
             help="CPU threads.",
@@ -216,7 +240,7 @@ engine_flags = flag_group(
         Flag(
             ["--max-num-seqs"],
             group=ENGINE,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="32 on the CPU",
             help="Sequences that run at once.",
@@ -224,7 +248,7 @@ engine_flags = flag_group(
         Flag(
             ["--max-model-len"],
             group=ENGINE,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="the model's",
             help="Longest prompt and output together.",
@@ -232,7 +256,7 @@ engine_flags = flag_group(
         Flag(
             ["--max-num-batched-tokens"],
             group=ENGINE,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="512 on the CPU",
             help="Tokens of one step, prefill and decode together.",
@@ -240,7 +264,7 @@ engine_flags = flag_group(
         Flag(
             ["--block-size"],
             group=ENGINE,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="16",
             help="Tokens of one KV cache block.",
@@ -262,7 +286,7 @@ sampling_flags = flag_group(
             ["--max-tokens"],
             group=SAMPLING,
             common=True,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default=64,
             help="Most tokens to generate.",
@@ -288,7 +312,7 @@ sampling_flags = flag_group(
         Flag(
             ["--top-k"],
             group=SAMPLING,
-            type=click.IntRange(min=-1),
+            type=WholeNumber(min=-1),
             metavar="K",
             default=0,
             default_text="0, all",
@@ -305,7 +329,7 @@ sampling_flags = flag_group(
         Flag(
             ["--seed"],
             group=SAMPLING,
-            type=click.IntRange(min=0, max=2**63 - 1),
+            type=WholeNumber(min=0, max=2**63 - 1),
             metavar="N",
             help="The same seed gives the same tokens.",
         ),
@@ -319,7 +343,7 @@ sampling_flags = flag_group(
         Flag(
             ["--n", "-n", "n"],
             group=SAMPLING,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default=1,
             help="Outputs for each prompt.",
@@ -327,7 +351,7 @@ sampling_flags = flag_group(
         Flag(
             ["--logprobs"],
             group=SAMPLING,
-            type=click.IntRange(min=0),
+            type=WholeNumber(min=0),
             metavar="K",
             help="Add log probabilities, the K likeliest too, to --output json.",
         ),
@@ -406,7 +430,7 @@ trace_flags = flag_group(
         Flag(
             ["--alloc-trace-records"],
             group=TRACE,
-            type=click.IntRange(min=64, max=2**24),
+            type=WholeNumber(min=64, max=2**24),
             metavar="N",
             default_text="65536",
             help="Records the file holds before the oldest is overwritten.",
@@ -439,6 +463,7 @@ __all__ = [
     "Flag",
     "HelpfulCommand",
     "Number",
+    "WholeNumber",
     "engine_flags",
     "failure_flags",
     "flag_group",

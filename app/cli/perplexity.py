@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from app.cli.options import Flag, HelpfulCommand, model_flags, trace_flags
+from app.cli.options import Flag, HelpfulCommand, WholeNumber, model_flags, trace_flags
 
 EPILOG = """\b
 Example:
@@ -35,7 +35,7 @@ Example:
     cls=Flag,
     group="Text",
     common=True,
-    type=click.IntRange(min=2),
+    type=WholeNumber(min=2),
     metavar="N",
     default_text="the whole text, or all the model's positions",
     help="Cut the text into windows of N tokens.",

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from app.cli.options import Flag, HelpfulCommand, engine_flags, flag_group, model_flags
+from app.cli.options import Flag, HelpfulCommand, WholeNumber, engine_flags, flag_group, model_flags
 
 DOES_NOT_FIT = 3
 
@@ -31,7 +31,7 @@ plan_flags = flag_group(
             ["--at-length"],
             group="Plan",
             common=True,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             multiple=True,
             metavar="N",
             help="Count the sequences of N tokens that fit.",
@@ -40,7 +40,7 @@ plan_flags = flag_group(
         Flag(
             ["--max-logits-rows"],
             group="Plan",
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="--max-num-seqs",
             help="Rows of logits in a step, as serve takes it.",

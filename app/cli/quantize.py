@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from app.cli.options import Flag, HelpfulCommand
+from app.cli.options import Flag, HelpfulCommand, WholeNumber
 
 EPILOG = """\b
 Examples:
@@ -53,7 +53,7 @@ Examples:
     "--threads",
     cls=Flag,
     group="Model",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     default_text="all cores",
     help="CPU threads of the calibration pass.",

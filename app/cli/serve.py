@@ -15,6 +15,7 @@ from app.cli.options import (
     Flag,
     HelpfulCommand,
     Number,
+    WholeNumber,
     engine_flags,
     failure_flags,
     flag_group,
@@ -48,7 +49,7 @@ server_flags = flag_group(
             ["--port"],
             group=SERVER,
             common=True,
-            type=click.IntRange(0, 65_535),
+            type=WholeNumber(0, 65_535),
             metavar="N",
             default=8000,
             help="0: any free one.",
@@ -109,7 +110,7 @@ supervision_flags = flag_group(
         Flag(
             ["--max-queued-requests"],
             group=SUPERVISION,
-            type=click.IntRange(min=0),
+            type=WholeNumber(min=0),
             metavar="N",
             default=1024,
             help="Sequences that may wait; more get 429.",
@@ -117,7 +118,7 @@ supervision_flags = flag_group(
         Flag(
             ["--max-engine-restarts"],
             group=SUPERVISION,
-            type=click.IntRange(min=0),
+            type=WholeNumber(min=0),
             metavar="N",
             default=3,
             help="How often an engine that died is started again.",
@@ -140,7 +141,7 @@ supervision_flags = flag_group(
         Flag(
             ["--max-logprobs"],
             group=SUPERVISION,
-            type=click.IntRange(min=0),
+            type=WholeNumber(min=0),
             metavar="K",
             default=20,
             help="Most log probabilities at each position.",
@@ -148,7 +149,7 @@ supervision_flags = flag_group(
         Flag(
             ["--max-logits-rows"],
             group=SUPERVISION,
-            type=click.IntRange(min=1),
+            type=WholeNumber(min=1),
             metavar="N",
             default_text="--max-num-seqs",
             help="Rows of logits in a step; prompt log probabilities take one a token.",
@@ -156,7 +157,7 @@ supervision_flags = flag_group(
         Flag(
             ["--seed"],
             group=SUPERVISION,
-            type=click.IntRange(min=0, max=2**63 - 1),
+            type=WholeNumber(min=0, max=2**63 - 1),
             metavar="N",
             help="Of requests without one.",
         ),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from app.cli.options import WholeNumber
 from app.cli.plain_text import aligned, printable
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Examples:
 @click.option("--full-tags", is_flag=True, help="Gather each layer apart, not model.layers.*.")
 @click.option(
     "--top",
-    type=click.IntRange(min=0),
+    type=WholeNumber(min=0),
     default=20,
     metavar="N",
     show_default=True,

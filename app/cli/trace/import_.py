@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from app.cli.options import WholeNumber
 from app.cli.trace.output import output_file
 
 EPILOG = """\b
@@ -23,7 +24,7 @@ Examples:
     type=click.Choice(["torch-snapshot", "log"]),
     help="A torch memory snapshot, or a log with [cuda-alloc] lines; found out if left out.",
 )
-@click.option("--device", type=click.IntRange(min=0), metavar="N", help="Which device of a snapshot.")
+@click.option("--device", type=WholeNumber(min=0), metavar="N", help="Which device of a snapshot.")
 @click.option("--segments", is_flag=True, help="Of a snapshot, what torch asked of the driver.")
 @click.option(
     "-o",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from app.cli.options import ByteSize
+from app.cli.options import ByteSize, WholeNumber
 from app.cli.plain_text import printable
 from app.trace_filter import KINDS, TraceFilter, event_json
 from engine.errors import ConfigurationError
@@ -47,7 +47,7 @@ class Kinds(click.ParamType[frozenset[str]]):
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the newest N of those chosen.")
+@click.option("--last", type=WholeNumber(min=1), metavar="N", help="Only the newest N of those chosen.")
 @click.option("--min-size", type=ByteSize(), default=0, metavar="SIZE", help="Only sizes from SIZE on.")
 @click.option("--tag", default="", metavar="TAG", help="Only tags that begin so, or match a pattern with *.")
 @click.option("--kind", type=Kinds(), default=frozenset(), metavar="KIND,…", help=f"Of {', '.join(KINDS)}.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from app.cli.options import WholeNumber
 from app.cli.plain_text import aligned, printable
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ Examples:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--top",
-    type=click.IntRange(min=0),
+    type=WholeNumber(min=0),
     default=15,
     metavar="N",
     show_default=True,

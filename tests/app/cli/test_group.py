@@ -194,6 +194,27 @@ def test_usage_error_is_one_line(arguments: list[str]) -> None:
     assert flag in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("generate --n 0", "Invalid value for '--n' / '-n': '0': expected a whole number of at least 1."),
+        ("generate --max-tokens 2.5", "'--max-tokens': '2.5': expected a whole number of at least 1."),
+        ("serve --port 70000", "'--port': '70000': expected a whole number from 0 to 65535."),
+        ("trace diff a b --top=-1", "'--top': '-1': expected a whole number of at least 0."),
+        ("generate --top-p nan", "'--top-p': 'nan': expected a number over 0 and at most 1."),
+        ("generate --min-p 2", "'--min-p': '2': expected a number from 0 to 1."),
+        ("chat --temperature warm", "'--temperature': 'warm': expected a number of at least 0."),
+        ("bench serve --timeout 0", "'--timeout': '0': expected a number over 0."),
+        (f"plan --at-length {'9' * 5000}", "expected a whole number of at least 1."),
+    ],
+)
+def test_wrong_number_is_answered_with_what_is_expected(arguments: str, line: str) -> None:
+    result = CliRunner().invoke(main, arguments.split(), prog_name="vtserve")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"{line}\n")
+    assert len(result.stderr) < 150
+
+
 def test_group_without_a_command_shows_its_help() -> None:
     result = CliRunner().invoke(main, ["trace"], prog_name="vtserve")
     assert result.exit_code == 2
