@@ -108,7 +108,7 @@ def allocation_helper(function: F) -> F:
 
 
 def allocation_library(package: ModuleType) -> None:
-    """Mark a package whose lines only pass requests on (CuPy, numba): the call site is the line that calls it."""
+    """Mark a package whose lines only pass requests on (CuPy, numba): the call site is what calls it."""
     folder = str(package.__path__[0])  # as code objects have it: links are not followed
     if folder not in _libraries:
         _libraries.append(folder)
