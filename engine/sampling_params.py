@@ -11,7 +11,10 @@ from msgspec.structs import force_setattr
 
 from engine.errors import RequestError
 
-__all__ = ["SamplingParams"]
+__all__ = ["MAX_N", "SamplingParams"]
+
+MAX_N = 16_384
+"""Most sequences of one request: each takes memory before its first step. vLLM's VLLM_MAX_N_SEQUENCES."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"min_tokens {self.min_tokens}: expected at most max_tokens {self.max_tokens}",
                 field="min_tokens",
             )
-        _check_integer("n", self.n, 1)
+        _check_integer("n", self.n, 1, MAX_N)
         _check_integer("top_k", self.top_k, -1)
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**64 - 1)

@@ -343,7 +343,7 @@ sampling_flags = flag_group(
         Flag(
             ["--n", "-n", "n"],
             group=SAMPLING,
-            type=WholeNumber(min=1),
+            type=WholeNumber(min=1, max=16_384),
             metavar="N",
             default=1,
             help="Outputs for each prompt.",

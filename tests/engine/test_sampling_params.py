@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.errors import RequestError
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_N, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,8 @@ from engine.sampling_params import SamplingParams
         ("max_tokens", True),
         ("min_tokens", -1),
         ("n", 0),
+        ("n", MAX_N + 1),
+        ("n", 10**9),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),

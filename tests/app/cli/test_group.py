@@ -16,6 +16,7 @@ from app.cli.group import CommandGroup, LazyCommand
 from app.cli.options import ByteSize
 from app.cli.trace.show import Kinds
 from engine.errors import CheckpointError, ConfigurationError
+from engine.sampling_params import MAX_N
 
 ERRORS: dict[str, BaseException] = {
     "checkpoint": CheckpointError("model.safetensors: tensor lm_head.weight is missing"),
@@ -197,7 +198,8 @@ def test_usage_error_is_one_line(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("generate --n 0", "Invalid value for '--n' / '-n': '0': expected a whole number of at least 1."),
+        ("generate --n 0", "Invalid value for '--n' / '-n': '0': expected a whole number from 1 to 16384."),
+        (f"generate --n {MAX_N + 1}", "'16385': expected a whole number from 1 to 16384."),
         ("generate --max-tokens 2.5", "'--max-tokens': '2.5': expected a whole number of at least 1."),
         ("serve --port 70000", "'--port': '70000': expected a whole number from 0 to 65535."),
         ("trace diff a b --top=-1", "'--top': '-1': expected a whole number of at least 0."),
