@@ -73,6 +73,21 @@ def _describe_bounds(kind: click.IntRange | click.FloatRange) -> str:
     return f" of at least {low}" if high is None else f" from {low} to {high}"
 
 
+class Text(click.ParamType[str]):
+    """Some text, in UTF-8 also where the locale could not decode it (surrogate escapes, PEP 383)."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            text: str = value.encode(errors="surrogateescape").decode()
+        except UnicodeError:
+            self.fail(f"{value!r} is not UTF-8.", param, ctx)
+        if not text:
+            self.fail("'': expected text that is not empty.", param, ctx)
+        return text
+
+
 class Flag(click.Option):
     """An option that knows its group in the help, and if the short help shows it.
 
@@ -336,6 +351,7 @@ sampling_flags = flag_group(
         Flag(
             ["--stop"],
             group=SAMPLING,
+            type=Text(),
             multiple=True,
             metavar="TEXT",
             help="End the output before TEXT; repeatable.",
@@ -351,7 +367,7 @@ sampling_flags = flag_group(
         Flag(
             ["--logprobs"],
             group=SAMPLING,
-            type=WholeNumber(min=0),
+            type=WholeNumber(min=0, max=20),
             metavar="K",
             help="Add log probabilities, the K likeliest too, to --output json.",
         ),
@@ -463,6 +479,7 @@ __all__ = [
     "Flag",
     "HelpfulCommand",
     "Number",
+    "Text",
     "WholeNumber",
     "engine_flags",
     "failure_flags",

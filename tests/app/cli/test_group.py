@@ -13,8 +13,9 @@ from click.testing import CliRunner, Result
 
 from app.cli import main
 from app.cli.group import CommandGroup, LazyCommand
-from app.cli.options import ByteSize
+from app.cli.options import ByteSize, WholeNumber
 from app.cli.trace.show import Kinds
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigurationError
 from engine.sampling_params import MAX_N
 
@@ -215,6 +216,26 @@ def test_wrong_number_is_answered_with_what_is_expected(arguments: str, line: st
     assert result.exit_code == 2
     assert result.stderr.endswith(f"{line}\n")
     assert len(result.stderr) < 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["generate", "--stop", ""], "'--stop': '': expected text that is not empty."),
+        (["generate", "--stop", "\udcff"], r"'--stop': '\udcff' is not UTF-8."),
+        (["generate", "--logprobs", "99"], "'--logprobs': '99': expected a whole number from 0 to 20."),
+    ],
+)
+def test_what_generate_cannot_ask_for_names_its_own_flag(arguments: list[str], line: str) -> None:
+    result = CliRunner().invoke(main, [*arguments, "--prompt", "a", "--model", "m"], prog_name="vtserve")
+    assert (result.exit_code, result.stderr) == (2, f"Error: Invalid value for {line}\n")
+
+
+def test_limits_of_flags_are_the_engines() -> None:
+    command = main.get_command(click.Context(main), "generate")  # type: ignore[attr-defined]
+    limits = {param.name: param.type.max for param in command.params if isinstance(param.type, WholeNumber)}
+    assert limits["n"] == MAX_N
+    assert limits["logprobs"] == EngineConfig(model="m").max_logprobs
 
 
 def test_group_without_a_command_shows_its_help() -> None:
