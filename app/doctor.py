@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from app.settings import cache_directory
 from engine.config import EngineConfig
+from engine.directories import cache_directory, under_home
 from engine.errors import VtserveError
 from engine.failure import failure_directory
 from engine.memory.resources import host_capacity
@@ -52,8 +52,7 @@ def examine(environ: Mapping[str, str]) -> Iterator[Finding]:
     for check in (_python, _cpu, _kernels, _gpu, _compiler):
         yield _guarded(check)
     yield _folder("model cache", cache_directory(environ), "VTSERVE_CACHE")
-    hub = environ.get("HF_HOME")
-    yield _folder("hub cache", Path(hub) if hub else Path("~/.cache/huggingface").expanduser(), "HF_HOME")
+    yield _folder("hub cache", under_home(environ.get("HF_HOME") or "~/.cache/huggingface"), "HF_HOME")
     records = failure_directory(EngineConfig(model="any"), environ)
     yield _folder("failure records", records, "--failure-dir or XDG_STATE_HOME")
     yield _folder("temporary files", Path(tempfile.gettempdir()), "TMPDIR")
@@ -89,8 +88,8 @@ def _kernels() -> Finding:
     what = f"numba {numba.__version__}"
     probe = Path(importlib.util.find_spec("engine.backend.cpu").submodule_search_locations[0])  # type: ignore[union-attr, index]
     own = os.environ.get("NUMBA_CACHE_DIR")
-    places = [Path(own)] if own else [probe / "__pycache__", Path("~/.cache").expanduser()]
-    writable = next((place for place in places if _is_writable(place)), None)
+    places = [Path(own)] if own else [probe / "__pycache__", under_home("~/.cache")]
+    writable = next((place for place in places if place is not None and _is_writable(place)), None)
     if writable is None:
         advice = (
             "set NUMBA_CACHE_DIR to a folder that can be written: else kernels are compiled at each start"
@@ -121,7 +120,9 @@ def _compiler() -> Finding:
     return Finding("NVRTC", State.OK, ".".join(map(str, version)))
 
 
-def _folder(name: str, path: Path, variable: str) -> Finding:
+def _folder(name: str, path: Path | None, variable: str) -> Finding:
+    if path is None:
+        return Finding(name, State.BROKEN, "no home directory", f"name a folder with {variable}")
     if not _is_writable(path):
         what = f"{path} cannot be written"
         return Finding(name, State.BROKEN, what, f"give it to this user, or name another with {variable}")

@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from engine import directories
 from engine.errors import ConfigurationError
 from engine.memory.settings import END_OF_MIB, TraceSettings
 
@@ -45,11 +46,19 @@ def parse_byte_size(text: str) -> int:
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
-    """Where downloads and models made of them are: ``VTSERVE_CACHE``, else ``$XDG_CACHE_HOME/vtserve``."""
-    if own := environ.get("VTSERVE_CACHE"):
-        return Path(own).expanduser()
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "vtserve"
+    """Where downloads and models made of them are: ``VTSERVE_CACHE``, else ``$XDG_CACHE_HOME/vtserve``.
+
+    Raises
+    ------
+    ConfigurationError
+        Neither is set, and there is no home directory; one line that names the variable.
+    """
+    found = directories.cache_directory(environ)
+    if found is None:
+        given = environ.get("VTSERVE_CACHE")
+        place = f"VTSERVE_CACHE={given}: no such home directory" if given else "there is no home directory"
+        raise ConfigurationError(f"{place}; set VTSERVE_CACHE to a folder for downloaded models")
+    return found
 
 
 def trace_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> TraceSettings:

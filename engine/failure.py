@@ -23,6 +23,7 @@ from typing import Any, TextIO, TypeVar
 import msgspec
 
 from engine.config import EngineConfig
+from engine.directories import under_home
 from engine.errors import EngineDeadError
 from engine.levers import Lever, describe_levers
 from engine.memory.causes import CAUSES
@@ -267,11 +268,17 @@ def read_failure(path: Path) -> FailureRecord:
 
 
 def failure_directory(config: EngineConfig, environ: Mapping[str, str]) -> Path:
-    """`failure_dir`, else ``$XDG_STATE_HOME/vtserve/failures``, else the same under ``~/.local/state``."""
+    """`failure_dir`, else ``$XDG_STATE_HOME/vtserve/failures``, else the same under ``~/.local/state``.
+
+    Where there is no home either, a directory of this user's among the temporary files.
+    """
     if config.failure_dir is not None:
         return Path(config.failure_dir)
     base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path("~/.local/state").expanduser()) / "vtserve" / "failures"
+    if base:
+        return Path(base) / "vtserve" / "failures"
+    homeless = Path(environ.get("TMPDIR") or "/tmp", f"vtserve-{os.getuid()}", "failures")
+    return under_home("~/.local/state/vtserve/failures") or homeless
 
 
 def summarize_error(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import settings
@@ -12,6 +14,18 @@ from tests.checkpoints import CHECKPOINTS
 # How long an example takes says something of the machine, not of the code. The rest is as it was: CI's too.
 settings.register_profile("vtserve", parent=settings(), deadline=None)
 settings.load_profile("vtserve")
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No home directory, as for a container's user id without an account."""
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "VTSERVE_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")

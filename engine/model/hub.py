@@ -82,6 +82,8 @@ def hub_reason(error: Exception) -> str:
     is_missing = isinstance(error, errors.LocalEntryNotFoundError)
     if isinstance(error, errors.OfflineModeIsEnabled) or (is_missing and constants.HF_HUB_OFFLINE):
         return "not in the hub's cache, and HF_HUB_OFFLINE forbids fetching it"
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib's
+        return "no home directory to fetch it to from the Hugging Face hub; set HF_HOME to a folder"
     if is_missing:
         return "not in the hub's cache, and the Hugging Face hub cannot be reached"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -78,6 +78,15 @@ def test_cache_directory_follows_the_environment() -> None:
     assert cache_directory(unset) == Path("~/.cache/vtserve").expanduser()
 
 
+def test_without_a_home_the_variable_to_set_is_named(no_home: None) -> None:
+    assert cache_directory({"VTSERVE_CACHE": "/a"}) == Path("/a")
+    assert cache_directory({"XDG_CACHE_HOME": "/b"}) == Path("/b/vtserve")
+    with pytest.raises(ConfigurationError, match=r"^there is no home directory; set VTSERVE_CACHE "):
+        cache_directory({})
+    with pytest.raises(ConfigurationError, match=r"^VTSERVE_CACHE=~nobody-here/a: no such home directory"):
+        cache_directory({"VTSERVE_CACHE": "~nobody-here/a"})
+
+
 NO_FLAGS = dict.fromkeys(("alloc_trace", "alloc_stats", "alloc_observe")) | {
     f"alloc_trace_{flag}": None for flag in ("min_mib", "low_free_mib", "file", "records")
 }

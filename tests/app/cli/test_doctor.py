@@ -48,6 +48,15 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     assert "VTSERVE_CACHE" in finding.advice
 
 
+def test_no_home(no_home: None) -> None:
+    found = by_name({"TMPDIR": "/tmp"})
+    for name, variable in (("model cache", "VTSERVE_CACHE"), ("hub cache", "HF_HOME")):
+        assert (found[name].state, found[name].what) == (State.BROKEN, "no home directory")
+        assert variable in found[name].advice
+    assert found["failure records"].what.startswith(f"/tmp/vtserve-{os.getuid()}/failures, ")
+    assert "CPU kernels" in found, "not the finding of a check that threw"
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_LEAST_FREE", 1 << 60)
     finding = by_name({**os.environ, "VTSERVE_CACHE": str(tmp_path)})["model cache"]

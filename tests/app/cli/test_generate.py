@@ -367,6 +367,36 @@ def test_a_model_without_a_prompt_is_a_usage_error() -> None:
     assert "--prompt" in result.stderr.splitlines()[-1]
 
 
+def test_without_a_home_a_model_of_a_directory_runs(
+    model: Path, no_home: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = [*command(model, "--prompt", "a", "--max-tokens", "2")[3:]]
+    result = CliRunner().invoke(main, flags)
+    assert (result.exit_code, result.stderr) == (0, "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    result = CliRunner().invoke(main, [*flags, "--device-memory", "1MiB"])
+    assert result.exit_code == 1
+    [record] = tmp_path.glob("vtserve-*/failures/*.json")
+    assert str(record) in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["generate"], 2, "Error: there is no home directory; set VTSERVE_CACHE "),
+        (["generate", "--model", "owner/name", "--prompt", "a"], 1, "; set HF_HOME to a folder"),
+        (["plan", "owner/name"], 1, "; set HF_HOME to a folder"),
+    ],
+)
+def test_without_a_home_the_variable_to_set_is_named(
+    arguments: list[str], status: int, said: str, no_home: None
+) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 # -- signals and pipes -------------------------------------------------------------------------------------
 
 
