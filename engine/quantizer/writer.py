@@ -4,8 +4,10 @@ not at all."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -19,11 +21,25 @@ from safetensors.numpy import save_file
 
 from engine.errors import CheckpointError, ConfigurationError
 
-__all__ = ["SHARD_BYTES", "CheckpointWriter", "new_directory"]
+__all__ = ["SHARD_BYTES", "CheckpointWriter", "UnwritableError", "new_directory"]
 
 SHARD_BYTES = 4 * 2**30
 """tensors are held back until a shard of this size is full, so this bounds the memory that writing takes"""
 _INDEX = "model.safetensors.index.json"
+
+
+class UnwritableError(CheckpointError):
+    """A file or directory cannot be written: the disk is full, say.
+
+    Attributes
+    ----------
+    reason : str
+        The system's.
+    """
+
+    def __init__(self, path: Path, error: Exception | str) -> None:
+        self.reason = error if isinstance(error, str) else _reason(error)
+        super().__init__(f"{path}: cannot be written: {self.reason}")
 
 
 class CheckpointWriter:
@@ -34,8 +50,8 @@ class CheckpointWriter:
 
     Raises
     ------
-    CheckpointError
-        A file cannot be written (the disk is full).
+    UnwritableError
+        A file cannot be written.
     """
 
     def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -78,7 +94,7 @@ class CheckpointWriter:
         try:
             path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
+            raise UnwritableError(path, error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +113,7 @@ class CheckpointWriter:
             save_file(self._pending, path, metadata={"format": "pt"})
             path.chmod(mode)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be written: {_reason(error)}") from None
+            raise UnwritableError(path, error) from None
         self._shards.append(list(self._pending))
         self._total_bytes += self._pending_bytes
         self._pending.clear()
@@ -111,7 +127,8 @@ class CheckpointWriter:
 def new_directory(out: Path, *, force: bool = False) -> Iterator[Path]:
     """A temporary sibling of `out` to write into, which becomes `out` when the block ends well.
 
-    When the block raises, the sibling is removed and `out` is as it was.
+    When the block raises, the sibling is removed and `out` is as it was. Siblings of processes that were
+    killed are removed, too.
 
     Parameters
     ----------
@@ -123,30 +140,73 @@ def new_directory(out: Path, *, force: bool = False) -> Iterator[Path]:
     ConfigurationError
         `out` holds something and `force` was not given, or it holds something else than a checkpoint; or it
         is a mount point, which cannot be replaced.
-    CheckpointError
-        The directory cannot be made.
+    UnwritableError
+        It cannot be made, or something in it cannot be written: `out` is named.
     """
     _check_replaceable(out, force)
     out = Path(os.path.realpath(out))  # what a link leads to is replaced, not the link; and "." has a name
-    partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
-        partial.mkdir(parents=True)
+        with _partial_directory(out) as partial:
+            yield partial
+            _sync(partial)
+            if out.is_dir() and any(out.iterdir()):
+                replaced = out.parent / f".{out.name}.replaced-{uuid.uuid4().hex[:8]}"
+                out.rename(replaced)
+                partial.rename(out)
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                partial.rename(out)
+    except UnwritableError as error:
+        raise UnwritableError(out, error.reason) from None
     except OSError as error:
-        raise CheckpointError(f"{partial}: cannot be made: {error.strerror}") from None
-    try:
+        raise UnwritableError(out, error) from None
+
+
+@contextlib.contextmanager
+def _partial_directory(out: Path) -> Iterator[Path]:
+    """A sibling of `out` that is locked for as long as its process lives, and removed in the end."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out)
+    with contextlib.ExitStack() as held:
+        is_ours = False
+        while not is_ours:
+            partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
+            partial.mkdir()
+            held.callback(shutil.rmtree, partial, ignore_errors=True)
+            try:
+                is_ours = held.enter_context(_lock(partial))
+            except OSError:
+                is_ours = True  # there are no locks on this file system: nobody else gets one either
         yield partial
-        _sync(partial)
-        if out.is_dir() and any(out.iterdir()):
-            replaced = out.parent / f".{out.name}.replaced-{uuid.uuid4().hex[:8]}"
-            out.rename(replaced)
-            partial.rename(out)
-            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove the siblings of `out` whose process was killed: nobody holds their locks."""
+    name = re.compile(rf"\.{re.escape(out.name)}\.partial-[0-9a-z_]{{8}}")
+    for path in out.parent.iterdir():
+        if name.fullmatch(path.name):
+            with contextlib.suppress(OSError), _lock(path) as is_ours:
+                if is_ours:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[bool]:
+    """Hold the lock of `directory`, which the system takes back from a process that is killed.
+
+    False if another process holds it, or has removed the directory. Raises OSError where there are no locks.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_ours = False
         else:
-            partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written: {_reason(error)}") from None
+            is_ours = directory.exists()
+        yield is_ours
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _check_replaceable(out: Path, force: bool) -> None:
@@ -183,4 +243,7 @@ def _sync(directory: Path) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    # safetensors writes in Rust: "Error while serializing: I/O error: No space left (os error 28)".
+    number = re.search(r"\(os error (\d+)\)", text)
+    return os.strerror(int(number[1])) if number else text

