@@ -77,15 +77,12 @@ class Bench:
         for call in calls:
             call()
         device.stream.sync()
-        builder = self.stream.create_graph_builder()
-        builder.begin_building()
-        device.stream = builder
-        try:
+
+        def work() -> None:
             for call in calls:
                 call()
-        finally:
-            device.stream = self.stream
-        graph = builder.end_building().complete()
+
+        graph, _ = device.capture(work)
         graph.launch(self.stream)
         times = []
         for _ in range(repeats):

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,9 @@ class InstantDevice:
 
     def prepare(self, batch: StepBatch) -> StepBatch:
         return batch
+
+    def run(self, forward: Callable[[StepBatch], None], inputs: StepBatch) -> None:
+        return forward(inputs)
 
     def forward(self, inputs: StepBatch, kv: Sequence[Any]) -> None:
         return None

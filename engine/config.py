@@ -49,6 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """capacity of the CPU device in bytes; None: what the host has"""
     cuda_allocator: CudaAllocator = "malloc"
     """where a GPU's memory comes from: cudaMalloc, or a stream-ordered pool of the engine's own"""
+    enforce_eager: bool = True
+    """run a GPU's decode steps kernel by kernel; False: as CUDA graphs, captured as their sizes occur"""
     max_num_seqs: int | None = None
     """sequences that run at once; None: 32 on the CPU, 64 on CUDA"""
     max_model_len: int | None = None

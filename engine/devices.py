@@ -82,6 +82,7 @@ class GpuDevice:
         compiler_version()
         self._index = index
         self._allocator = config.cuda_allocator
+        self._graphs = not config.enforce_eager
         self._cache = _cache_directory(environ) / "kernels"
 
     def open_memory(self, *, observe: bool = False) -> MemoryResource:
@@ -99,7 +100,7 @@ class GpuDevice:
     def open_backend(self, memory: MemoryResource) -> Backend:
         from engine.backend.cuda.backend import CudaBackend
 
-        return CudaBackend(memory, device=self._index, cache_dir=self._cache)
+        return CudaBackend(memory, device=self._index, cache_dir=self._cache, graphs=self._graphs)
 
 
 def choose_device(config: EngineConfig, environ: Mapping[str, str]) -> Device:

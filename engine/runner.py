@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from engine.backend.protocol import Backend, KVLayer, StepInputs, Tensor
@@ -42,9 +43,8 @@ class ModelRunner:
     def __init__(
         self, model: Model, backend: Backend, kv_layers: Sequence[KVLayer], limits: EngineLimits
     ) -> None:
-        self._model = model
         self._backend = backend
-        self._kv_layers = kv_layers
+        self._forward = partial(model.forward, kv=kv_layers)
         self._layout = BatchLayout(limits)
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[RequestResult]:
@@ -57,7 +57,7 @@ class ModelRunner:
         """
         with request_scope(item.request.request_id for item in scheduled):
             inputs = self._backend.prepare(self._layout.fill(scheduled))
-            logits = self._model.forward(inputs, self._kv_layers)
+            logits = self._backend.run(self._forward, inputs)
             rows = sampling_rows(scheduled)
             sampled = self._backend.sample(logits, rows)
         return _results(scheduled, rows, sampled)

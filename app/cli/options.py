@@ -285,6 +285,13 @@ engine_flags = flag_group(
             help="Tokens of one KV cache block.",
         ),
         Flag(
+            ["--enforce-eager/--no-enforce-eager"],
+            group=ENGINE,
+            default=True,
+            default_text="on",
+            help="Kernel by kernel, or decode as CUDA graphs (new).",
+        ),
+        Flag(
             ["--enable-prefix-caching/--no-enable-prefix-caching"],
             group=ENGINE,
             default=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -250,6 +250,14 @@ class Backend(Protocol):
 
     def prepare(self, batch: StepBatch) -> StepInputs:
         """Put the step's inputs where the operations read them."""
+
+    def run(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs) -> Tensor:
+        """``forward(inputs)``: all of a step's operations between its inputs and its logits.
+
+        A backend may keep what `forward` does, and do the same again for later inputs of the same shapes: so
+        it must do nothing but call operations, and only by `inputs`' shapes may it choose between them. It
+        is one object, the same in each step.
+        """
 
     def embedding(self, token_ids: Tensor, table: Tensor, *, out: Tensor) -> None:
         """``out[t] = table[token_ids[t]]``; table BFLOAT16 [V, H], out [T, H]."""

@@ -277,6 +277,9 @@ class QuantizingBackend:
     def prepare(self, batch: StepBatch) -> StepInputs:
         return self.inner.prepare(batch)
 
+    def run(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs) -> Tensor:
+        return forward(inputs)
+
     def embedding(self, token_ids: Tensor, table: Tensor, *, out: Tensor) -> None:
         self.inner.embedding(token_ids, table, out=out)
 

@@ -61,6 +61,9 @@ class FakeBackend:
         nothing: Any = None
         return StepInputs(batch, *[nothing] * 7)
 
+    def run(self, forward: Callable[[StepInputs], Any], inputs: StepInputs) -> Any:
+        return forward(inputs)
+
     def sample(self, logits: Any, rows: Sequence[SamplingRow]) -> SampledTokens:
         return sampler.sample(logits, rows)
 

@@ -282,15 +282,15 @@ def test_a_step_that_needs_more_than_there_is(tmp_path: Path, model: str) -> Non
     engine = start.engine
     assert engine is not None
     runner: Any = engine.core._runner
-    forward = runner._model.forward
+    forward = runner._forward
 
-    def hungry(inputs: Any, kv: Any) -> Any:
+    def hungry(inputs: Any) -> Any:
         if inputs.num_tokens == 13:
             with memory_scope("workspace/scratch"):
                 engine.house.resource.allocate(64 << 20)
-        return forward(inputs, kv)
+        return forward(inputs)
 
-    runner._model.forward = hungry
+    runner._forward = hungry
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     engine.core.add_request(AddRequest(request_id="large", prompt_token_ids=[5] * 13, params=params))
     [update] = engine.core.step().updates

@@ -196,16 +196,17 @@ def allocation_failure(**fields: Any) -> OutOfMemoryError:
 
 def test_logits_that_are_not_numbers_fail_their_request_by_name(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
-    forward = engine.model.forward
+    runner: Any = engine.core._runner
+    forward = runner._forward
 
-    def damaged(inputs: Any, kv: Any) -> Any:
-        logits = forward(inputs, kv)
+    def damaged(inputs: Any) -> Any:
+        logits = forward(inputs)
         names = current_requests()
         if "bad" in names:
             logits[names.index("bad")] = np.nan
         return logits
 
-    engine.model.forward = damaged  # type: ignore[method-assign]
+    runner._forward = damaged
     updates = engine.run(request("bad", [1, 2, 3, 4, 5]), request("good", [1, 2, 3, 4, 5, 6]))
     assert tokens_of(updates["bad"]) == []
     assert ended(updates["bad"]) is FinishReason.ERROR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numba
@@ -147,6 +147,10 @@ class CpuBackend:
         assert self._inputs is not None, "reserve() comes before prepare()"
         numba.set_num_threads(self.threads)  # of the calling thread
         return self._inputs.write(batch)
+
+    def run(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs) -> Tensor:
+        """``forward(inputs)``"""
+        return forward(inputs)
 
     def embedding(self, token_ids: Tensor, table: Tensor, *, out: Tensor) -> None:
         """``out[t] = table[token_ids[t]]``; table BFLOAT16 [V, H], out [T, H]."""

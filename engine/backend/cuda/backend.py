@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from engine.backend.cuda import inputs as inputs_module
 from engine.backend.cuda import linear as linear_module
 from engine.backend.cuda import sampling as sampling_module
 from engine.backend.cuda.device import CudaDevice
+from engine.backend.cuda.graphs import StepGraphs
 from engine.backend.cuda.loading import WeightUploader
 from engine.backend.cuda.reservation import reserve_step
 from engine.backend.cuda.staging import PinnedBuffer, Staging
@@ -76,6 +77,8 @@ class CudaBackend:
     host_memory
         Gives the pinned host buffers: two of 16 MiB while weights are loaded, then one step's inputs,
         twice. By default cudaHostAlloc.
+    graphs
+        Whether decode steps run as CUDA graphs.
 
     Raises
     ------
@@ -93,6 +96,7 @@ class CudaBackend:
         device: int = 0,
         cache_dir: Path | None = None,
         host_memory: MemoryResource | None = None,
+        graphs: bool = False,
     ) -> None:
         account = account_of(memory)
         with nullcontext() if account is None else account.library_step():
@@ -107,6 +111,7 @@ class CudaBackend:
         self._linear = linear_module.LinearOperation(self.device)
         self._attention = attention_module.AttentionOperation(self.device)
         self._sampling = sampling_module.SamplingOperation(self.device)
+        self._graphs = StepGraphs(self.device, enabled=graphs)
         self._inputs: inputs_module.InputWriter | None = None
         self._pinned: list[PinnedBuffer] = []
         self._workspace: list[CudaTensor] = []
@@ -177,6 +182,7 @@ class CudaBackend:
         self._sampling.reserve(memory.sampling, self._pin(memory.sampling.nbytes), limits.max_logits_rows)
         pinned = (self._pin(memory.io.nbytes), self._pin(memory.io.nbytes))
         self._inputs = inputs_module.InputWriter(self.device, memory.io, pinned, limits)
+        self._graphs.reserve(limits)
 
     @allocation_helper
     def _reserve(self, tag: str, size: int) -> CudaTensor:
@@ -195,6 +201,7 @@ class CudaBackend:
         """Give back what the backend itself holds. Idempotent."""
         if self.device.stream.is_closed:
             return
+        self._graphs.close()
         self._staging.close()
         for buffer in self._pinned:
             buffer.close()
@@ -210,7 +217,12 @@ class CudaBackend:
     def prepare(self, batch: StepBatch) -> StepInputs:
         """Send the step's inputs to the device."""
         assert self._inputs is not None, "reserve() comes before prepare()"
-        return self._inputs.write(batch)
+        return self._inputs.write(batch, self._graphs.bucket_of(batch))
+
+    def run(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs) -> Tensor:
+        """What `forward` returns for `inputs`: kernel by kernel, or as a graph of them."""
+        assert isinstance(inputs, inputs_module.CudaStepInputs)
+        return self._graphs.run(forward, inputs, inputs.bucket).rows(inputs.wanted_rows)
 
     def embedding(self, token_ids: Tensor, table: Tensor, *, out: Tensor) -> None:
         """``out[t] = table[token_ids[t]]``"""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from engine.backend.cuda.compiler import KernelCompiler, architecture
 from engine.backend.cuda.layout import DeviceShape
@@ -17,9 +18,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cuda.core import Buffer, Event, Kernel, LaunchConfig, MemoryResource, ObjectCode, Stream
+    from cuda.core.graph import Graph, GraphBuilder
+
+T = TypeVar("T")
 
 _STATIC_SHARED_BYTES = 48 << 10
 """shared memory that a block gets without asking for more"""
+
+
+def is_out_of_memory(error: DeviceError) -> bool:
+    """The driver found no memory for something of its own."""
+    from cuda.bindings import driver
+
+    return error.code == int(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 
 
 class CudaDevice:
@@ -50,6 +61,8 @@ class CudaDevice:
         self.multiprocessors = self.shape.multiprocessors
         self.shared_bytes = self.shape.shared_bytes
         self.stream: Stream = self.device.create_stream()
+        self._queue: Stream | GraphBuilder = self.stream
+        """where kernels are launched: the stream, or what captures it"""
         self._overlaps = capability.major >= 9
         self._modules: dict[str, ObjectCode] = {}
         self._loaded: set[str] = set()
@@ -155,9 +168,50 @@ class CudaDevice:
             self._configs[key] = config
         self._check_alive()
         try:
-            launch(self.stream, config, kernel, *arguments)
+            launch(self._queue, config, kernel, *arguments)
         except Exception as error:
             self._failed("a kernel launch", error)
+
+    def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
+        """A graph of all kernels that `work` launches, none of which runs now; and what `work` returns.
+
+        What the graph takes of the device's memory is counted as the libraries'. Waits for the device.
+        """
+        from cuda.core.graph import GraphCompleteOptions
+
+        self._check_alive()
+        with self._library_step():
+            builder = self.stream.create_graph_builder()
+            try:
+                self._queue = builder.begin_building()
+                result = work()
+                builder.end_building()
+                # Uploaded now: its first launch would take the memory otherwise, where nobody counts it.
+                graph = builder.complete(GraphCompleteOptions(upload_stream=self.stream))
+            except Exception as error:
+                self._failed("capturing a graph", error)
+            finally:
+                self._queue = self.stream
+                with suppress(Exception):  # after a capture that failed it says so once more
+                    builder.close()
+        return graph, result
+
+    def launch_graph(self, graph: Graph) -> None:
+        """Queue a captured graph."""
+        self._check_alive()
+        try:
+            graph.launch(self.stream)
+        except Exception as error:
+            self._failed("a graph launch", error)
+
+    def close_graphs(self, graphs: Iterable[Graph]) -> None:
+        """Let go of captured graphs. Waits for the device."""
+        if self.is_lost:
+            return
+        with self._library_step():
+            self.synchronize()
+            for graph in graphs:
+                graph.close()
 
     def copy_to_device(self, address: int, host: int, size: int) -> None:
         """Queue a copy from host memory, which must stay as it is until the copy is done."""

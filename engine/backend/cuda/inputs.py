@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.backend.cuda.attention import AttentionPlan
 from engine.backend.cuda.device import CudaDevice
+from engine.backend.cuda.graphs import DecodeBucket, padded
 from engine.backend.cuda.staging import PinnedBuffer
 from engine.backend.cuda.tensor import CudaTensor, aligned
 from engine.backend.protocol import DType, StepBatch, StepInputs, StepLimits
@@ -22,6 +23,10 @@ class CudaStepInputs(StepInputs):
     """A step's inputs on the device, and what its attention must do."""
 
     attention: AttentionPlan
+    bucket: DecodeBucket | None
+    """what the step was padded to"""
+    wanted_rows: int
+    """rows of logits that the step is for; those of padding come after them"""
 
 
 def io_bytes(limits: StepLimits) -> int:
@@ -55,8 +60,8 @@ class InputWriter:
         self._limits = limits
         self._turn = 0
 
-    def write(self, batch: StepBatch) -> CudaStepInputs:
-        """Queue the copy of a step's inputs.
+    def write(self, batch: StepBatch, bucket: DecodeBucket | None = None) -> CudaStepInputs:
+        """Queue the copy of a step's inputs, padded to `bucket`, whose inputs always lie at one place.
 
         Raises
         ------
@@ -64,6 +69,17 @@ class InputWriter:
             If the step is larger than the limits.
         """
         self._check(batch)
+        wanted_rows = len(batch.logits_rows)
+        plan = AttentionPlan.of(batch)
+        length = int(batch.seq_lens.max(initial=0))
+        if bucket is not None:
+            length = bucket.length
+            plan = replace(plan, longest_decode=length)
+        blocks = -(-length // self._limits.block_size)
+        columns = min(max(aligned(blocks, _TABLE_COLUMNS), 1), batch.block_tables.shape[1])
+        batch = replace(batch, block_tables=batch.block_tables[:, :columns])
+        if bucket is not None:
+            batch = padded(batch, bucket.sequences)
         self._turn ^= 1
         pinned = self._pinned[self._turn]
         pinned.wait()
@@ -76,8 +92,6 @@ class InputWriter:
             offset = aligned(end, _PART_ALIGNMENT)
             return CudaTensor.of(self._io.buffer, array.shape, dtype, begin)
 
-        blocks = -(-int(batch.seq_lens.max(initial=0)) // self._limits.block_size)
-        columns = min(max(aligned(blocks, _TABLE_COLUMNS), 1), batch.block_tables.shape[1])
         inputs = CudaStepInputs(
             host=batch,
             token_ids=put(batch.token_ids, DType.INT32),
@@ -86,8 +100,10 @@ class InputWriter:
             query_start=put(batch.query_start, DType.INT32),
             seq_lens=put(batch.seq_lens, DType.INT32),
             logits_rows=put(batch.logits_rows, DType.INT32),
-            block_tables=put(batch.block_tables[:, :columns], DType.INT32),
-            attention=AttentionPlan.of(batch),
+            block_tables=put(batch.block_tables, DType.INT32),
+            attention=plan,
+            bucket=bucket,
+            wanted_rows=wanted_rows,
         )
         self._device.copy_to_device(self._io.address, pinned.address, offset)
         pinned.mark()

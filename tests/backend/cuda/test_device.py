@@ -9,14 +9,16 @@ import pytest
 
 from engine.backend.cuda import linear as linear_module
 from engine.backend.cuda.backend import CudaBackend
+from engine.backend.cuda.graphs import DecodeBucket, StepGraphs
 from engine.backend.cuda.inputs import CudaStepInputs
 from engine.backend.cuda.linear import CudaLinear
 from engine.backend.cuda.products import Family
 from engine.backend.cuda.tensor import CudaTensor
-from engine.backend.protocol import AttentionSpec, DType, KVLayer, WeightFormat
+from engine.backend.protocol import AttentionSpec, DType, KVLayer, StepInputs, WeightFormat
 from engine.sampler import INVALID_TOKEN, SamplingRow, sample
 from engine.sampling_params import SamplingParams
 from tests.backend.cuda import reference
+from tests.backend.cuda.conftest import LIMITS
 from tests.backend.cuda.reference import Sequences, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -459,6 +461,37 @@ def test_inputs_arrive(arena: Arena, rng: np.random.Generator) -> None:
         tables = arena.backend.to_host(inputs.block_tables)
         np.testing.assert_array_equal(tables, batch.block_tables[:, : tables.shape[1]])
         assert tables.shape[1] >= 44
+
+
+def test_a_graph_follows_its_inputs(arena: Arena, backend: CudaBackend, rng: np.random.Generator) -> None:
+    """Steps of other tokens and fewer sequences, replayed where the first were captured."""
+    graphs = StepGraphs(backend.device, enabled=True)
+    graphs.reserve(LIMITS)
+    hidden = 256
+    table = rng.normal(size=(100, hidden)).astype(np.float32)
+    table_on_device = arena.bf16(table)
+    layer = arena.linear(reference.random_linear(rng, WeightFormat.NVFP4, 512, hidden))
+    x, y = arena.out(8, hidden), arena.out(8, 512, DType.FLOAT32)
+
+    def forward(inputs: StepInputs) -> CudaTensor:
+        rows = inputs.num_tokens
+        backend.embedding(inputs.token_ids, table_on_device, out=x.rows(rows))
+        backend.linear(x.rows(rows), layer, out=y.rows(rows))
+        return y.rows(rows)
+
+    for sequences in (7, 5, 8, 6, 7):
+        batch = Sequences([9] * sequences, [1] * sequences, 16).batch(rng, 100, 64)
+        bucket = graphs.bucket_of(batch)
+        assert bucket == DecodeBucket(8, 1024)
+        writer = backend._inputs
+        assert writer is not None
+        inputs = writer.write(batch, bucket)
+        found = backend.to_host(graphs.run(forward, inputs, bucket).rows(sequences))
+        inputs = writer.write(batch, bucket)
+        expected = backend.to_host(forward(inputs).rows(sequences))
+        np.testing.assert_array_equal(found, expected)
+    assert graphs.count == 1
+    graphs.close()
 
 
 def test_a_step_larger_than_its_limits_is_refused(backend: CudaBackend, rng: np.random.Generator) -> None:

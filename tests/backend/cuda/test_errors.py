@@ -18,6 +18,34 @@ ILLEGAL = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 INVALID = driver.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
+class Builder:
+    """What captures a stream of a device that does not exist, and the graph that comes of it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.closed = 0
+
+    def begin_building(self) -> Builder:
+        return self
+
+    def end_building(self) -> Builder:
+        return self
+
+    def complete(self, options: Any) -> Builder:
+        assert options.upload_stream is self._stream
+        if self._stream.error is not None:
+            raise self._stream.error
+        return self
+
+    def launch(self, stream: Stream) -> None:
+        assert stream is self._stream
+        if self._stream.error is not None:
+            raise self._stream.error
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 class Stream:
     """A stream of a device that does not exist."""
 
@@ -32,6 +60,10 @@ class Stream:
         if self.error is not None:
             raise self.error
         return object()
+
+    def create_graph_builder(self) -> Builder:
+        self.builder = Builder(self)
+        return self.builder
 
     def close(self) -> None:
         self.closed += 1
@@ -128,3 +160,66 @@ def test_a_loss_that_the_memory_found_is_the_backends_too(
     with pytest.raises(DeviceLostError, match="cudaMemGetInfo: an illegal memory access"):
         device.synchronize()
     assert status.calls == 0
+
+
+# -- graphs ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_captured_goes_to_the_builder(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = []
+    monkeypatch.setattr("cuda.core.launch", lambda queue, *arguments: queues.append(queue))
+    kernel: Any = object()
+    graph, result = device.capture(lambda: device.launch(kernel, (1,), 32))
+    device.launch(kernel, (1,), 32)
+    stream: Any = device.stream
+    assert result is None
+    assert graph is stream.builder
+    assert queues == [stream.builder, stream]
+    device.launch_graph(graph)
+
+
+def test_no_memory_for_a_graph_is_told_by_its_code(device: CudaDevice) -> None:
+    stream: Any = device.stream
+    stream.error = RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: The API call failed because …")
+    with pytest.raises(DeviceError, match="capturing a graph failed") as caught:
+        device.capture(lambda: 1)
+    assert device_module.is_out_of_memory(caught.value)
+    assert stream.builder.closed == 1
+    assert not device.is_lost
+
+
+def test_after_a_capture_that_threw_kernels_go_to_the_stream(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queues = []
+    monkeypatch.setattr("cuda.core.launch", lambda queue, *arguments: queues.append(queue))
+
+    def fail() -> None:
+        raise ValueError("not enough rows")
+
+    with pytest.raises(ValueError, match="not enough rows"):
+        device.capture(fail)
+    stream: Any = device.stream
+    assert stream.builder.closed == 1
+    kernel: Any = object()
+    device.launch(kernel, (1,), 32)
+    assert queues == [stream]
+
+
+def test_a_loss_in_a_graph_is_a_loss(device: CudaDevice, status: SimpleNamespace) -> None:
+    graph, _ = device.capture(lambda: 1)
+    stream: Any = device.stream
+    stream.error = RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: While executing a kernel, …")
+    with pytest.raises(DeviceLostError, match="a graph launch failed"):
+        device.launch_graph(graph)
+    closed = stream.builder.closed
+    device.close_graphs([graph])
+    assert (status.calls, stream.builder.closed) == (0, closed), "CUDA is asked nothing more"
+
+
+def test_graphs_are_closed_when_the_device_is_done(device: CudaDevice, status: SimpleNamespace) -> None:
+    graph, _ = device.capture(lambda: 1)
+    stream: Any = device.stream
+    closed = stream.builder.closed
+    device.close_graphs([graph])
+    assert (status.calls, stream.builder.closed) == (1, closed + 1)
