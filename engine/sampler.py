@@ -19,6 +19,8 @@ __all__ = ["INVALID_TOKEN", "SampledTokens", "SamplingRow", "TokenLogprobs", "sa
 INVALID_TOKEN = -1
 """Stands where no token could be chosen: a row with NaN, or without a single finite logit."""
 
+_FLOAT32 = np.finfo(np.float32)
+
 
 @dataclass(slots=True, eq=False)
 class SamplingRow:
@@ -139,8 +141,12 @@ def _adjusted(raw: np.ndarray, row: SamplingRow) -> np.ndarray:
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([row.prompt_token_ids, row.output_token_ids]))
         values = logits[seen]
-        factor = np.float32(params.repetition_penalty)
-        logits[seen] = np.where(values > 0, values / factor, values * factor)
+        factor = np.clip(params.repetition_penalty, _FLOAT32.smallest_normal, _FLOAT32.max).astype(np.float32)
+        with np.errstate(over="ignore"):
+            penalised = np.where(values > 0, values / factor, values * factor)
+        # A factor may be as large or small as floats get; what was finite stays so, and can be chosen.
+        finite = np.clip(penalised, _FLOAT32.min, _FLOAT32.max)
+        logits[seen] = np.where(np.isfinite(values), finite, values)
     if params.presence_penalty or params.frequency_penalty:
         seen, counts = np.unique(row.output_token_ids, return_counts=True)
         logits[seen] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)

@@ -192,6 +192,17 @@ def test_logit_bias() -> None:
     assert greedy(logits_of(1, 2, 3), logit_bias={2: -100.0}) == 1
 
 
+@pytest.mark.parametrize("factor", [5e-324, 1e-300, 1e-39, 1e38, 1.7e308])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_repetition_penalty_leaves_a_row_without_a_choice(factor: float, temperature: float) -> None:
+    logits = logits_of(1e3, -2.0, 0.0, -np.inf)
+    seen = [0, 1, 2, 3]
+    [token] = sample(logits, [row(temperature=temperature, repetition_penalty=factor, prompt=seen)]).token_ids
+    assert token in (0, 1, 2)
+    greedy_token = greedy(logits_of(2.0, 1.0), repetition_penalty=factor, prompt=[0])
+    assert greedy_token == (0 if factor < 1 else 1)
+
+
 def test_repetition_penalty_shrinks_positive_and_grows_negative_logits() -> None:
     assert greedy(logits_of(1.0, 1.9, 2.0), repetition_penalty=1.2, prompt=[2]) == 1
     assert greedy(logits_of(-1.0, -1.1, -5.0), repetition_penalty=1.2, output=[0]) == 1
