@@ -17,8 +17,8 @@ from engine.errors import EngineLostError
 from engine.failure import FailureRecord, FailureReporter, RequestRecord, StepRecord
 from engine.memory.errors import TraceFileError
 from engine.memory.lines import format_line
+from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import EventKind, EventState, TraceEvent
-from engine.memory.recorder import FlightRecorderReader
 from engine.messages import EngineStats
 
 __all__ = ["LastKnown", "kernel_kills", "post_mortem"]

@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol
 import anyio
 import anyio.to_thread
 
+from engine.memory.cursor import TraceCursor
 from engine.memory.errors import TraceFileError
+from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import EventKind, EventState, TraceEvent, events
-from engine.memory.recorder import FlightRecorderReader, TraceCursor
 
 __all__ = ["Piece", "Position", "TracePath", "TraceStream", "read_recent"]
 
@@ -176,7 +177,7 @@ class TraceStream:
                     begin = start.record + 1
                 else:
                     pieces.append(_rest_of_previous(path, start))
-                cursor = reader.cursor(begin)
+                cursor = TraceCursor(reader, begin)
                 piece = cursor.advance()
                 found = list(piece.events())
                 follower.created, follower.newest = created, cursor.newest
@@ -218,7 +219,7 @@ class TraceStream:
         """Begin behind what there is, which every follower reads by itself."""
         if self._open():
             assert self._reader is not None
-            self._cursor = self._reader.cursor(max(self._reader.newest - _LOOK_BACK, 0))
+            self._cursor = TraceCursor(self._reader, max(self._reader.newest - _LOOK_BACK, 0))
             self._cursor.advance()
 
     def _open(self) -> bool:
@@ -229,7 +230,7 @@ class TraceStream:
             self._reader = FlightRecorderReader(path)
         except TraceFileError:  # the engine has not come so far
             return False
-        self._cursor = self._reader.cursor()
+        self._cursor = TraceCursor(self._reader)
         return True
 
     def _is_quiet(self) -> bool:

@@ -24,8 +24,8 @@ from app.trace_filter import KINDS, TraceFilter, event_json
 from app.trace_stream import Piece, Position, TracePath, TraceStream, read_recent
 from engine.memory.errors import ConfigurationError, TraceFileError
 from engine.memory.lines import format_line
+from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import EventKind, EventState, TraceEvent
-from engine.memory.recorder import FlightRecorderReader
 
 __all__ = ["DebugSource", "debug_router"]
 

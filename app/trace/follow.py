@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 from app.trace.source import RecorderTrace, writer_of
+from engine.memory.cursor import TraceCursor
 from engine.memory.record import TraceEvent, events
 
 __all__ = ["follow_trace"]
@@ -20,7 +21,7 @@ def follow_trace(trace: RecorderTrace, last: int | None) -> Iterator[list[TraceE
     without an outcome come last.
     """
     reader = trace.reader
-    cursor = reader.cursor(0 if last is None else max(reader.newest - last + 1, 0))
+    cursor = TraceCursor(reader, 0 if last is None else max(reader.newest - last + 1, 0))
     while True:
         # Asked first: what was written before the end is then found by this look, or the next.
         ended = bool(reader.closed_ns) or reader.replaced or not writer_of(reader.header)

@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from app.open_ai import ServerError, what_went_wrong
+from engine.memory.cursor import TraceCursor
 from engine.memory.lines import format_line
-from engine.memory.reader import FlightRecorderReader, TraceCursor
+from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import EventKind, EventState, TraceEvent
 
 __all__ = ["FileTop", "ServerTop", "Snapshot", "TopSource", "render"]
@@ -63,7 +64,7 @@ class FileTop:
 
     def _open(self, reader: FlightRecorderReader) -> None:
         self._reader = reader
-        self._cursor: TraceCursor = reader.cursor()
+        self._cursor = TraceCursor(reader)
         self._live: dict[int, tuple[str, int]] = {}
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._free: int | None = None

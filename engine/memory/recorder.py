@@ -21,7 +21,7 @@ from typing import Self
 from zlib import crc32
 
 from engine.memory.errors import TraceFileError, Why
-from engine.memory.reader import FlightRecorderReader, TraceCursor, TraceSlice
+from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import (
     ASKED_AT,
     ASKED_CRC_AT,
@@ -46,7 +46,7 @@ from engine.memory.record import (
     encode_text,
 )
 
-__all__ = ["FlightRecorder", "FlightRecorderReader", "TraceCursor", "TraceSlice"]
+__all__ = ["FlightRecorder"]
 
 _MOST_NAMES = 8192
 

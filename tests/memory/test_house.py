@@ -11,8 +11,8 @@ from cuda.core import MemoryResource
 from engine.memory.adaptors import LimitingMemoryResource, StatisticsMemoryResource, TracingMemoryResource
 from engine.memory.errors import OutOfMemoryError, TraceFileError, Why
 from engine.memory.house import MemoryHouse
+from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import EventState, events
-from engine.memory.recorder import FlightRecorderReader
 from engine.memory.resources import HostMemoryResource, PlanningMemoryResource
 from engine.memory.scope import memory_scope
 from engine.memory.settings import TraceSettings

@@ -19,7 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.memory.cursor import TraceCursor
 from engine.memory.errors import TraceFileError, Why
+from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import (
     HEADER_BYTES,
     RECORD_BYTES,
@@ -30,7 +32,7 @@ from engine.memory.record import (
     TraceHeader,
     events,
 )
-from engine.memory.recorder import FlightRecorder, FlightRecorderReader
+from engine.memory.recorder import FlightRecorder
 
 TREE = Path(__file__).parents[2]
 
@@ -267,7 +269,7 @@ def test_a_cursor_gives_each_record_once_when_it_is_done(recorder: FlightRecorde
     write(recorder, 1)
     slow = begin(recorder, 2)
     write(recorder, 3)
-    cursor = recorder.reader().cursor()
+    cursor = TraceCursor(recorder.reader())
     assert sizes(cursor.advance().records) == [1, 3]
     assert sizes(cursor.outstanding()) == [2]
     assert sizes(cursor.advance().records) == []
@@ -281,7 +283,7 @@ def test_a_cursor_gives_each_record_once_when_it_is_done(recorder: FlightRecorde
 
 
 def test_a_cursor_that_was_overtaken_says_so(recorder: FlightRecorder) -> None:
-    cursor = recorder.reader().cursor(3)
+    cursor = TraceCursor(recorder.reader(), 3)
     slow = begin(recorder, 1)
     for size in range(2, 11):
         write(recorder, size)
@@ -310,7 +312,7 @@ def test_following_while_it_is_written(recorder: FlightRecorder) -> None:
     thread.start()
     seen: list[int] = []
     dropped = 0
-    for piece in recorder.reader().follow(interval=0.001, stop=done.is_set):
+    for piece in TraceCursor(recorder.reader()).follow(interval=0.001, stop=done.is_set):
         seen += sizes(piece.records)
         dropped += piece.dropped
     thread.join()
