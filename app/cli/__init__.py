@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import click
+try:
+    import click
 
-from app.cli.group import CommandGroup, LazyCommand
+    from app.cli.group import CommandGroup, LazyCommand
+except KeyboardInterrupt:  # nothing is there yet that would end it without a traceback
+    raise SystemExit(130) from None
 
 COMMANDS = {
     "serve": LazyCommand("app.cli.serve:serve", "Serve a model over HTTP, in OpenAI's protocol."),

@@ -73,15 +73,23 @@ class CommandGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in self.lazy_commands.items()])
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except KeyboardInterrupt:  # while click does not look: completing a word, or on the way out
+            sys.exit(INTERRUPTED)
+
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
             return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(INTERRUPTED) from None
         except click.UsageError as error:
             raise in_one_line(error) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        use_utf8()
         try:
+            use_utf8()
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result

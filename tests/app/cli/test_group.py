@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,46 @@ def test_interrupt_is_quiet(name: str) -> None:
     assert (result.output, result.exit_code) == ("", 130)
 
 
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == wanted:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+wanted = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("app.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("click", ["--version"]),
+        ("click.types", ["--version"]),
+        ("app.cli.group", ["--version"]),
+        ("engine.memory.errors", ["--help"]),
+        ("importlib.metadata", ["--version"]),
+        ("app.cli.generate", ["generate", "--help"]),
+        ("app.settings", ["generate", "--prompt", "a"]),
+        ("msgspec", ["generate", "--prompt", "a"]),
+        ("numpy", ["plan", "model"]),
+        ("app.cli.trace", ["trace", "show", "file"]),
+        ("app.cli.trace.show", ["trace", "show", "file"]),
+    ],
+)
+def test_interrupt_of_an_import_is_quiet(module: str, arguments: list[str]) -> None:
+    done = python("-c", INTERRUPTED_IMPORT, module, *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_interrupt_while_a_word_is_completed_is_quiet() -> None:
+    words = {"_VTSERVE_COMPLETE": "bash_complete", "COMP_WORDS": "vtserve generate --", "COMP_CWORD": "2"}
+    done = python("-c", INTERRUPTED_IMPORT, "app.cli.generate", env={**os.environ, **words})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @click.command()
 def flood() -> None:
     while True:
@@ -115,8 +156,9 @@ def test_closed_reader_is_quiet() -> None:
     assert process.returncode == 141
 
 
-def python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, check=False)
+def python(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
 def test_help_imports_no_numerics() -> None:
