@@ -10,18 +10,26 @@ import msgspec
 
 from engine.backend.protocol import DType
 from engine.config import EngineConfig, EngineLimits
+from engine.memory.address_space import AddressSpace
 from engine.memory.errors import AllocationRequest, Why
 
-__all__ = ["Lever", "MemoryDemand", "describe_levers", "find_levers", "format_size"]
+__all__ = [
+    "Lever",
+    "MemoryDemand",
+    "describe_levers",
+    "find_levers",
+    "format_size",
+    "more_address_space",
+]
 
 
 class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """A flag, the value to give it, and what that does."""
 
     flag: str
-    """``--kv-cache-memory``"""
+    """``--kv-cache-memory``; or a command that is the system's: ``ulimit -v``"""
     value: str
-    """as the command line reads it: ``1.2GiB``, ``8``, ``fp8``"""
+    """as the command line reads it: ``1.2GiB``, ``8``, ``fp8``; KiB of ``ulimit``"""
     frees: int
     """bytes that the engine then needs less, or may use more"""
     enough: bool
@@ -73,6 +81,10 @@ def find_levers(request: AllocationRequest, demand: MemoryDemand) -> list[Lever]
     """
     capacity = demand.total
     available = request.free
+    space = AddressSpace.read() if request.why is Why.ADDRESS_SPACE else None
+    if space is not None:
+        available = space.left(request.size)
+        capacity = (request.live or 0) + available
     if request.why is Why.CAP:
         capacity = demand.total if demand.limit is None else demand.limit
         available = None if request.live is None else capacity - request.live
@@ -84,7 +96,7 @@ def find_levers(request: AllocationRequest, demand: MemoryDemand) -> list[Lever]
     if available is not None:
         lacking = max(lacking, request.size - available)
     levers = [
-        *_more_device(demand, capacity + lacking),
+        *(_more_device(demand, capacity + lacking) if space is None else more_address_space(space, lacking)),
         *_less_kv(demand, lacking),
         *_smaller_steps(demand, lacking),
     ]
@@ -102,7 +114,20 @@ def describe_levers(levers: list[Lever]) -> str:
     return "no flag makes it fit"
 
 
+def more_address_space(space: AddressSpace, lacking: int) -> list[Lever]:
+    """What has the system map `lacking` bytes more; threads and libraries map some later, too."""
+    frees = max(lacking, 1) + _LIBRARIES_MARGIN
+    if space.limit is not None and space.limit - space.mapped < frees:
+        kib = -(-(space.limit + frees) >> 10)
+        return [Lever(flag="ulimit -v", value=str(kib), frees=frees, enough=True)]
+    if space.overcommit in (0, 2):
+        value = f"vm.overcommit_memory={0 if space.overcommit == 2 else 1}"
+        return [Lever(flag="sysctl -w", value=value, frees=frees, enough=True)]
+    return []
+
+
 _BACKEND_MARGIN = 8 << 20
+_LIBRARIES_MARGIN = 512 << 20
 
 
 def _more_device(demand: MemoryDemand, needed: int) -> Iterator[Lever]:

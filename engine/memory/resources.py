@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from abc import abstractmethod
@@ -44,7 +45,7 @@ class _CapacityMemoryResource(PointerResource):
 
     @abstractmethod
     def _map(self, size: int) -> int:
-        """Address of `size` bytes. Raises `OutOfMemoryError` if the system refuses."""
+        """Address of `size` bytes. Raises OSError with a number if the system refuses."""
 
     @abstractmethod
     def _unmap(self, ptr: int, size: int) -> None:
@@ -61,9 +62,12 @@ class _CapacityMemoryResource(PointerResource):
             raise self._failure(size, Why.FULL, "out of memory")
         try:
             ptr = self._map(size)
-        except BaseException:
+        except BaseException as error:
             self._refund(cost, size)
-            raise
+            if not isinstance(error, OSError) or error.errno is None:
+                raise
+            reason = os.strerror(error.errno).lower()
+            raise self._failure(size, Why.ADDRESS_SPACE, reason, error.errno) from None
         self._sizes[ptr] = size
         return ptr
 
@@ -170,7 +174,7 @@ class HostMemoryResource(_CapacityMemoryResource):
         address = ctypes.c_void_p()
         code = _libc.posix_memalign(ctypes.byref(address), _ALIGNMENT, size or 1)
         if code or address.value is None:
-            raise self._failure(size, Why.ADDRESS_SPACE, os.strerror(code).lower(), code)
+            raise OSError(code, os.strerror(code))
         return address.value
 
     def _unmap(self, ptr: int, size: int) -> None:
@@ -188,7 +192,7 @@ class HostMemoryResource(_CapacityMemoryResource):
         )
         if mapped is None or mapped == _MAP_FAILED:
             code = ctypes.get_errno()
-            raise self._failure(size, Why.ADDRESS_SPACE, os.strerror(code).lower(), code)
+            raise OSError(code, os.strerror(code))
         address: int = mapped
         if slack:
             address = -(-mapped // _HUGE_PAGE) * _HUGE_PAGE
@@ -248,6 +252,8 @@ class PlanningMemoryResource(_CapacityMemoryResource):
         Bytes of the capacity that are gone before the first request: a context, other processes.
     device
         What lines begin with.
+    mappable
+        Most that may be live before requests fail with ``why=address-space``; None: all of the capacity.
     """
 
     api = "plan"
@@ -263,6 +269,7 @@ class PlanningMemoryResource(_CapacityMemoryResource):
         shared_below: int = 0,
         taken: int = 0,
         device: str = "host",
+        mappable: int | None = None,
     ) -> None:
         if granularity < 1:
             raise ValueError(f"a granularity of {granularity} bytes is not 1 or more")
@@ -273,6 +280,7 @@ class PlanningMemoryResource(_CapacityMemoryResource):
         self.device = device
         self._shared_below = shared_below
         self._taken = self._charged = taken
+        self._mappable = mappable
         self._step = -(-_ALIGNMENT // granularity) * granularity
         self._next = 1 << 44  # far from any address a process really has
 
@@ -285,6 +293,8 @@ class PlanningMemoryResource(_CapacityMemoryResource):
 
     def _map(self, size: int) -> int:
         with self._lock:
+            if self._mappable is not None and self._live > self._mappable:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             ptr = self._next
             self._next += max(-(-size // self._step) * self._step, self._step)
         return ptr

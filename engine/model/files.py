@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from engine.errors import CheckpointError
 
@@ -14,6 +15,7 @@ LARGEST_JSON = 128 << 20
 """bytes: a multilingual tokenizer.json takes 35 MB, the largest shard index a few"""
 
 _LONGEST = 120
+_PIECE = 1 << 20
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -22,7 +24,7 @@ def read_json(file: Path) -> dict[str, Any]:
         if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe may never be written to
             raise CheckpointError(f"{file}: expected a file, found something else")
         with file.open("rb") as opened:
-            data = opened.read(LARGEST_JSON + 1)
+            data = b"".join(_pieces(opened))  # not at once: that takes a buffer of the largest size
         if len(data) > LARGEST_JSON:
             raise CheckpointError(f"{file}: larger than {LARGEST_JSON >> 20} MiB; expected a small JSON file")
         value = json.loads(data.decode("utf-8"))
@@ -35,6 +37,14 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {shown(value)}")
     return value
+
+
+def _pieces(opened: IO[bytes]) -> Iterator[bytes]:
+    """What `opened` holds, up to more than `LARGEST_JSON` bytes."""
+    size = 0
+    while size <= LARGEST_JSON and (piece := opened.read(_PIECE)):
+        size += len(piece)
+        yield piece
 
 
 def read_optional_json(file: Path) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import logging
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.failure import summarize_error
-from engine.levers import Lever
-from engine.memory.errors import AllocationRequest
+from engine.levers import Lever, more_address_space
+from engine.memory.address_space import AddressSpace
+from engine.memory.errors import AllocationRequest, Why
 from engine.memory.house import MemoryHouse
 from engine.model.headers import CheckpointHeaders
 from engine.planning.device import PlanningDevice, choose_planning_device
@@ -85,7 +87,18 @@ def _planned_levers(residency: Residency, request: AllocationRequest) -> list[Le
     if plan.failure is None or plan.failure.request["tag"] != request.tag:
         return []
     levers = plan_levers(planner, residency.config, plan)
+    if request.why is Why.ADDRESS_SPACE:
+        levers = [*_system_levers(planner, residency.config, request), *levers]
     return levers if any(lever.enough for lever in levers) else []
+
+
+def _system_levers(planner: Planner, config: EngineConfig, request: AllocationRequest) -> list[Lever]:
+    """What tells the system to map all that the load takes, where all of it is planned to fit then."""
+    unbounded = planner.on(planner.device.of_mappable(None))
+    lacking = planner.mapped(config) - (request.live or 0) - AddressSpace.read().left(request.size)
+    is_enough = unbounded.fits(config)
+    found = more_address_space(AddressSpace.read(), lacking)
+    return [msgspec.structs.replace(lever, enough=is_enough, verified=is_enough) for lever in found]
 
 
 def _planner(residency: Residency, request: AllocationRequest | None = None) -> Planner:
@@ -99,4 +112,7 @@ def _device_of(residency: Residency, request: AllocationRequest | None) -> Plann
     taken = device.taken
     if request is not None and request.free is not None and request.live is not None and taken:
         taken = max(total - request.free - request.live, 0)
-    return device.of_capacity(total, taken=taken)
+    device = device.of_capacity(total, taken=taken)
+    if request is not None and request.why is Why.ADDRESS_SPACE:
+        device = device.of_mappable((request.live or 0) + AddressSpace.read().left(request.size))
+    return device

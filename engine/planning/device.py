@@ -41,6 +41,8 @@ class PlanningDevice:
     shared_below: int = 0
     taken: int = 0
     """bytes that are gone before the first request, as estimated"""
+    mappable: int | None = None
+    """most that the system maps of the capacity; None: all of it"""
 
     def open_memory(self, *, observe: bool = False) -> MemoryResource:
         return PlanningMemoryResource(
@@ -49,6 +51,7 @@ class PlanningDevice:
             shared_below=self.shared_below,
             taken=min(self.taken, self.capacity),
             device="host" if self.name == "cpu" else self.name,
+            mappable=self.mappable,
         )
 
     def can_use(self, memory: MemoryResource) -> bool:
@@ -61,6 +64,10 @@ class PlanningDevice:
     def of_capacity(self, capacity: int, *, taken: int | None = None) -> PlanningDevice:
         """The same with another capacity."""
         return replace(self, capacity=capacity, taken=self.taken if taken is None else taken)
+
+    def of_mappable(self, mappable: int | None) -> PlanningDevice:
+        """The same where the system maps `mappable` bytes; None: all of the capacity."""
+        return replace(self, mappable=mappable)
 
 
 def choose_planning_device(

@@ -14,6 +14,7 @@ from engine.backend.protocol import DType
 from engine.config import EngineConfig, flag_name
 from engine.errors import ConfigurationError
 from engine.levers import Lever, format_size
+from engine.memory.errors import Why
 from engine.planning.plan import LoadPlan, Planner
 
 __all__ = ["find_combination", "plan_levers"]
@@ -39,6 +40,9 @@ class _Trials:
         self._planner = planner
         self._config = config
         self._plan = plan
+        assert plan.failure is not None
+        self._is_unmapped = plan.failure.request["why"] == Why.ADDRESS_SPACE.value
+        """the device has the bytes: more of it, or a larger share, is no help"""
 
     def levers(self) -> Iterator[Lever]:
         for scale in self._scales():
@@ -84,6 +88,8 @@ class _Trials:
     def _frees(self, fields: dict[str, Any]) -> int:
         """What is needed less, and may be used more."""
         planner, config = self._changed(fields)
+        if self._is_unmapped:
+            return self._planner.mapped(self._config) - planner.mapped(config)
         capacity = planner.device.capacity
         room = capacity if config.kv_cache_memory else int(config.gpu_memory_utilization * capacity)
         had = self._plan.capacity if self._plan.limit is None else self._plan.limit
@@ -99,7 +105,8 @@ class _Trials:
     # -- the flags -----------------------------------------------------------------------------------------
 
     def _scales(self) -> Iterator[_Scale]:
-        yield from self._more_device()
+        if not self._is_unmapped:
+            yield from self._more_device()
         yield from self._less_kv()
         yield from self._smaller_steps()
 

@@ -197,6 +197,10 @@ class Planner:
         """Bytes that stay after the load of `config`, with the smallest KV cache that it allows."""
         return sum(self._needed(config).values())
 
+    def mapped(self, config: EngineConfig) -> int:
+        """Bytes that are live after the load of `config`, or at its failure, where the system maps all."""
+        return sum(self._run(config, self.device.of_mappable(None)).ledger.segments.values())
+
     def kv_cache_of(self, config: EngineConfig) -> KVCachePlan:
         """The smallest KV cache that `config` allows."""
         residency = self._open(config, self.device, TraceSettings())
@@ -230,7 +234,7 @@ class Planner:
 
     def _needed(self, config: EngineConfig) -> dict[str, int]:
         """Bytes by segment that stay after the load on a device that has room, with the least KV cache."""
-        device = self.device.of_capacity(_UNLIMITED)
+        device = self.device.of_capacity(_UNLIMITED).of_mappable(None)
         least = self.kv_cache_of(config)
         outcome = self._run(msgspec.structs.replace(config, kv_cache_memory=least.bytes), device)
         assert outcome.failure is None, "nothing fails where there is room for everything"

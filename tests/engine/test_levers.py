@@ -9,7 +9,15 @@ import pytest
 from app.settings import parse_byte_size
 from engine.backend.protocol import DType
 from engine.config import EngineConfig, EngineLimits
-from engine.levers import Lever, MemoryDemand, describe_levers, find_levers, format_size
+from engine.levers import (
+    Lever,
+    MemoryDemand,
+    describe_levers,
+    find_levers,
+    format_size,
+    more_address_space,
+)
+from engine.memory.address_space import AddressSpace
 from engine.memory.errors import AllocationRequest, Why
 from tests.engine.fakes import limits_of
 
@@ -82,6 +90,39 @@ def test_the_cap_of_a_resource_that_was_handed_in_is_what_there_is() -> None:
     kv = by_flag(find_levers(request, what))["--kv-cache-memory"]
     assert kv.enough
     assert what.resident - kv.frees + 4 * MIB <= 200 * MIB
+
+
+def test_what_the_system_does_not_map_is_no_matter_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has the bytes: more of it, or a larger share of it, changes nothing."""
+    what = demand(total=300 * MIB, limit=270 * MIB, kv_cache_memory=100 * MIB)
+    request = AllocationRequest(
+        size=20 * MIB, free=170 * MIB, live=130 * MIB, why=Why.ADDRESS_SPACE, error="cannot allocate memory"
+    )
+    space = AddressSpace(limit=500 * MIB, mapped=490 * MIB, overcommit=0, uncommitted=None, largest=None)
+    monkeypatch.setattr(AddressSpace, "read", lambda: space)
+    levers = by_flag(find_levers(request, what))
+    assert not {"--device-memory", "--gpu-memory-utilization"} & levers.keys()
+    system = levers["ulimit -v"]
+    assert system.enough
+    assert int(system.value) * 1024 >= 500 * MIB + what.resident - 140 * MIB
+    kv = levers["--kv-cache-memory"]
+    assert kv.enough
+    assert what.resident - kv.frees <= 140 * MIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "overcommit", "line"),
+    [
+        (500 * MIB, 0, "ulimit -v 1050624"),
+        (None, 0, "sysctl -w vm.overcommit_memory=1"),
+        (None, 2, "sysctl -w vm.overcommit_memory=0"),
+        (1 << 40, 2, "sysctl -w vm.overcommit_memory=0"),
+        (None, 1, ""),
+    ],
+)
+def test_the_system_is_told_to_map_more(limit: int | None, overcommit: int, line: str) -> None:
+    space = AddressSpace(limit=limit, mapped=490 * MIB, overcommit=overcommit, uncommitted=None, largest=None)
+    assert ", ".join(map(str, more_address_space(space, 14 * MIB))) == line
 
 
 def test_scratch_is_given_back_before_the_rest_comes() -> None:

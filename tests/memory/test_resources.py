@@ -170,10 +170,23 @@ try:
     host.allocate(64 << 30)
 except OutOfMemoryError as error:
     request = error.request
-    print(request.why.value, request.error, request.error_code, host.live)
+    print(request.why.value, request.error, request.error_code, host.live, request.live, request.free >> 40)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["address-space", "cannot", "allocate", "memory", "12", "0"]
+    assert done.stdout.split() == ["address-space", "cannot", "allocate", "memory", "12", "0", "0", "1"]
+
+
+def test_a_plan_knows_what_the_system_would_not_map() -> None:
+    planned = PlanningMemoryResource(GIB, mappable=3 * MIB)
+    first = planned.allocate(2 * MIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        planned.allocate(2 * MIB)
+    request = caught.value.request
+    assert (request.why, request.live, request.free) == (Why.ADDRESS_SPACE, 2 * MIB, GIB - 2 * MIB)
+    second = planned.allocate(MIB)
+    first.close()
+    second.close()
+    assert (planned.live, planned.read_free()) == (0, GIB)
 
 
 def test_threads_never_pass_the_capacity_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from app.settings import parse_byte_size
 from engine.config import EngineConfig
 from engine.devices import choose_device
 from engine.levers import Lever
+from engine.memory.address_space import AddressSpace
 from engine.memory.errors import AllocationRequest, Why
 from engine.model.checkpoint import Checkpoint
 from engine.model.headers import CheckpointHeaders
@@ -23,6 +25,7 @@ from engine.planning.model import plan_load
 from engine.planning.plan import Planner
 from engine.residency import Residency
 from tests.checkpoints import CHECKPOINTS
+from tests.memory.test_address_space import limit_of
 from tests.planning.loads import MIB, TRACE, flags_of, load
 
 MODEL = CHECKPOINTS / "llama-untied" / "NVFP4-FP8KV-ct"
@@ -140,6 +143,38 @@ def test_a_failure_that_was_to_be_expected_gets_planned_levers() -> None:
     levers = levers_after(opened(config), error.request)
     assert levers == plan_load(config).levers
     assert all(lever.verified for lever in levers if lever.enough)
+
+
+@pytest.mark.parametrize("flags", [{"kv_cache_memory": 400 * MIB}, {}], ids=str)
+def test_what_the_system_does_not_map_gets_levers_that_take_less_of_it(flags: dict[str, Any]) -> None:
+    """Really: with a limit on address space that the KV cache does not go under."""
+    config = flags_of(MODEL, device_memory=4096 * MIB, max_num_seqs=4096, **flags)
+    assert load(config).error is None
+    room = AddressSpace.read().mapped + 150 * MIB
+    with limit_of(room):
+        error = load(config).error
+        assert error is not None
+        request = error.request
+        assert request.why is Why.ADDRESS_SPACE
+        assert request.tag.startswith("kv/")
+        residency = opened(config)
+        # As when it failed: what had been loaded is there still.
+        lost = mmap.mmap(-1, request.live or 1)
+        levers = levers_after(residency, request)
+        lost.close()
+        residency.close()
+        assert levers[0].flag == "ulimit -v"
+        assert all(lever.verified for lever in levers if lever.enough)
+        enough = {lever.flag: lever for lever in levers if lever.enough}
+        assert "--kv-cache-memory" in enough
+        assert not {"--device-memory", "--gpu-memory-utilization"} & {lever.flag for lever in levers}
+        for lever in enough.values():
+            if lever.flag != "ulimit -v":
+                field, value = value_of(lever)
+                assert load(msgspec.structs.replace(config, **{field: value})).error is None, lever
+                assert lever.frees > 0
+    with limit_of(int(levers[0].value) << 10):
+        assert load(config).error is None
 
 
 def test_a_failure_that_no_plan_knows_of_gets_estimates() -> None:
