@@ -6,6 +6,7 @@ fails, hangs or loses the context takes nothing with it. ``gpu_check.json`` hold
 
 - ``device_tests``: the kernels' own tests (``pytest -m gpu``)
 - ``checkpoints``: every small checkpoint against transformers' logits, and layer 0's stored bytes
+- ``graphs``: decode steps as CUDA graphs against the same steps kernel by kernel
 - ``ledger-malloc``, ``ledger-pool``: the ledger after load and after forwards, residual within 64 MiB
 - ``observed-malloc``, ``observed-pool``: the same while CUPTI looks for what goes past the allocator
 - ``resources``: both allocators through the tests that all memory resources share
@@ -70,6 +71,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     found = [
         Part("device_tests", [*pytest, "tests/backend/cuda"], 200, alone=False, writes=False),
         Part("checkpoints", module("checkpoints", "--checkpoints", checkpoints), 240, alone=False),
+        Part("graphs", module("graphs", tiny, mixed), 150, alone=False),
         # Calls that fail by design (a pointer's attributes, say) are no memory errors.
         Part(
             "memcheck",

@@ -95,6 +95,20 @@ class Bench:
         return float(np.median(times))
 
 
+def open_backend() -> CudaBackend:
+    """A backend with all its kernels, before `reserve`."""
+    from engine.memory.cuda.device import CudaDeviceAccount, NvmlUsage
+    from engine.memory.cuda.resources import CudaMallocMemoryResource
+    from engine.memory.cuda.runtime import BoundCudaRuntime
+
+    runtime = BoundCudaRuntime()
+    memory = CudaMallocMemoryResource(CudaDeviceAccount(runtime, NvmlUsage()), runtime)
+    backend = CudaBackend(memory, cache_dir=None)
+    widest = [LinearSource("widest", format, (16, 12_288), np.empty(0, np.uint8)) for format in WeightFormat]
+    backend._linear.load(widest)
+    return backend
+
+
 def random_source(rng: np.random.Generator, format: WeightFormat, rows: int, columns: int) -> LinearSource:
     scales = None
     if format is WeightFormat.NVFP4:
@@ -498,16 +512,8 @@ def main() -> None:
     if not arguments.skip_tests:
         results["tests"] = run_tests(arguments.out)
 
-    from engine.memory.cuda.device import CudaDeviceAccount, NvmlUsage
-    from engine.memory.cuda.resources import CudaMallocMemoryResource
-    from engine.memory.cuda.runtime import BoundCudaRuntime
-
-    runtime = BoundCudaRuntime()
-    memory = CudaMallocMemoryResource(CudaDeviceAccount(runtime, NvmlUsage()), runtime)
     begin = time.perf_counter()
-    backend = CudaBackend(memory, cache_dir=None)
-    widest = [LinearSource("widest", format, (16, 12_288), np.empty(0, np.uint8)) for format in WeightFormat]
-    backend._linear.load(widest)
+    backend = open_backend()
     results["compile_seconds"] = time.perf_counter() - begin
     backend.reserve(LIMITS)
     bench, rng = Bench(backend), np.random.default_rng(0)

@@ -30,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_reference_run import LARGE, SIZES, tensors  # noqa: E402
+from benchmarks.gpu.synthetic import LARGE, SIZES, tensors  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "plan_27b.json"
 MOST_SECONDS = 2.0
