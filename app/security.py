@@ -81,10 +81,6 @@ class AccessRules:
         self._digests = [_digest(key) for key in keys]
         self._loopback = loopback
 
-    @property
-    def needs_key(self) -> bool:
-        return bool(self._digests)
-
     def check_key(self, headers: Mapping[str, str], *, basic: bool = False) -> None:
         """Refuse whoever has no key. `basic`: a browser may send it as the password of basic authentication.
 

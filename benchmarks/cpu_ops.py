@@ -57,7 +57,6 @@ CONFIG = ModelConfig(
     rope=RopeConfig(theta=100_000.0),
     sliding_windows=(None,) * 30,
     tie_word_embeddings=True,
-    bos_token_id=1,
     eos_token_ids=(2,),
 )
 OPERATIONS = (

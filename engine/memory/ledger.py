@@ -123,12 +123,6 @@ class Ledger:
             "residual": self.residual,
         }
 
-    @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
-        """The ledger that `to_dict` wrote."""
-        derived = ("segments", "residual")
-        return cls(**{name: value for name, value in facts.items() if name not in derived})
-
     def render(self) -> str:
         """A table for a person: MiB with the bytes beside them, without entries of 0 but for the residual."""
         rows = {name: size for name, size in self.entries().items() if size or name == "residual"}

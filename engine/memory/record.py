@@ -12,9 +12,9 @@ import enum
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -273,22 +273,6 @@ class TraceEvent:
         facts["why"] = self.why.value if self.why else None
         facts["requests"] = list(self.requests)
         return facts
-
-    @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
-        """The event that `to_dict` wrote. Raises ValueError if it is none."""
-        try:
-            return cls(
-                **{
-                    **facts,
-                    "kind": EventKind[str(facts["kind"]).upper()],
-                    "state": EventState[str(facts["state"]).upper()],
-                    "why": Why(facts["why"]) if facts.get("why") is not None else None,
-                    "requests": tuple(facts.get("requests", ())),
-                }
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a trace event: {error}") from None
 
 
 def events(records: np.ndarray) -> Iterator[TraceEvent]:

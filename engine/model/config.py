@@ -52,7 +52,6 @@ class ModelConfig:
     """per layer; None attends to everything before"""
     tie_word_embeddings: bool | None
     """as config.json says, None where it does not; the tensors present decide"""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """config.json's and generation_config.json's together"""
     biased: frozenset[str] = frozenset()

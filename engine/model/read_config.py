@@ -75,7 +75,6 @@ def read_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, 
         rope=rope,
         sliding_windows=_sliding_windows(fields, architecture, layers, source),
         tie_word_embeddings=None if tied is None else fields.flag("tie_word_embeddings", False),
-        bos_token_id=_bos_token(fields),
         eos_token_ids=_eos_tokens(
             fields, Fields(generation, f"{source.removesuffix('config.json')}generation_config.json")
         ),
@@ -135,11 +134,6 @@ def _biased(fields: Fields, architecture: str) -> frozenset[str]:
     attention = _ATTENTION if fields.flag("attention_bias", False) else ()
     mlp = _MLP if fields.flag("mlp_bias", False) else ()
     return frozenset(attention + mlp)
-
-
-def _bos_token(fields: Fields) -> int | None:
-    value = fields.get("bos_token_id")
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _eos_tokens(*both: Fields) -> tuple[int, ...]:

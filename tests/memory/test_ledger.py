@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,9 +37,7 @@ def test_it_closes_to_the_total(ledger: Ledger) -> None:
 @given(ledgers)
 def test_it_survives_json(ledger: Ledger) -> None:
     facts = json.loads(json.dumps(ledger.to_dict()))
-    assert Ledger.from_dict(facts) == ledger
-    assert facts["residual"] == ledger.residual
-    assert facts["segments"] == ledger.segments
+    assert facts == asdict(ledger) | {"residual": ledger.residual, "segments": ledger.segments}
 
 
 @given(ledgers)

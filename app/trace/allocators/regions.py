@@ -72,10 +72,6 @@ class Regions:
         end = self._regions.get(start)
         return end is not None and self._starts.get(start) == end
 
-    def free_regions(self) -> list[int]:
-        """Starts of the regions with nothing in them."""
-        return [start for start in self._regions if self.is_free(start)]
-
     @property
     def largest(self) -> int:
         """Bytes of the largest free piece."""
