@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 from cuda.core import MemoryResource
 
 from engine.backend.protocol import Backend
 from engine.config import EngineConfig
+from engine.directories import cache_directory
 from engine.errors import ConfigurationError
 from engine.memory.resources import HostMemoryResource, host_capacity
 
@@ -83,7 +83,8 @@ class GpuDevice:
         self._index = index
         self._allocator = config.cuda_allocator
         self._graphs = not config.enforce_eager
-        self._cache = _cache_directory(environ) / "kernels"
+        cache = cache_directory(environ)
+        self._kernels = None if cache is None else cache / "kernels"
 
     def open_memory(self, *, observe: bool = False) -> MemoryResource:
         from engine.memory.cuda.opening import open_cuda_memory
@@ -100,7 +101,7 @@ class GpuDevice:
     def open_backend(self, memory: MemoryResource) -> Backend:
         from engine.backend.cuda.backend import CudaBackend
 
-        return CudaBackend(memory, device=self._index, cache_dir=self._cache, graphs=self._graphs)
+        return CudaBackend(memory, device=self._index, cache_dir=self._kernels, graphs=self._graphs)
 
 
 def choose_device(config: EngineConfig, environ: Mapping[str, str]) -> Device:
@@ -120,10 +121,3 @@ def choose_device(config: EngineConfig, environ: Mapping[str, str]) -> Device:
             raise ConfigurationError(str(error)) from error
         _log.info("running on the CPU: %s", error)
         return CpuDevice(config)
-
-
-def _cache_directory(environ: Mapping[str, str]) -> Path:
-    if own := environ.get("VTSERVE_CACHE"):
-        return Path(own).expanduser()
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "vtserve"

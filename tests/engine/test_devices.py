@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -49,6 +50,19 @@ def test_a_gpus_memory_is_the_allocators_that_was_asked_for(
     assert (device.name, device.capacity) == ("cuda", 8 * GIB)
     assert device.can_use(memory)
     assert memory.api == {"malloc": "malloc", "pool": "async"}[allocator]
+
+
+def test_a_gpu_can_be_had_without_a_home(monkeypatch: pytest.MonkeyPatch, no_home: None) -> None:
+    """Its kernels are compiled anew each time."""
+    monkeypatch.setattr("engine.backend.cuda.requirements.check_device", lambda index: 8 * GIB)
+    monkeypatch.setattr("engine.backend.cuda.compiler.compiler_version", lambda: (13, 0))
+    kept: list[Path | None] = []
+    monkeypatch.setattr(
+        "engine.backend.cuda.backend.CudaBackend", lambda *_, cache_dir, **__: kept.append(cache_dir)
+    )
+    for environ in ({}, {"VTSERVE_CACHE": "/a"}):
+        choose_device(EngineConfig(model="m", device="cuda"), environ).open_backend(HostMemoryResource(1))
+    assert kept == [None, Path("/a/kernels")]
 
 
 def test_a_gpu_that_gives_no_context_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
