@@ -174,10 +174,16 @@ def _smaller_steps(demand: MemoryDemand, lacking: int) -> Iterator[Lever]:
         frees = now - demand.workspace(smaller)
         return Lever(flag=flag, value=str(value), frees=frees, enough=frees >= lacking) if frees > 0 else None
 
+    # Rows of logits that were asked for are no less for it that there are fewer tokens: they have their flag.
+    asked = min(demand.config.max_logits_rows or 0, limits.max_num_batched_tokens)
+
     def fewer_tokens(value: int) -> Lever | None:
         rows = max(min(limits.max_logits_rows, value), limits.max_num_seqs)
         smaller = msgspec.structs.replace(limits, max_num_batched_tokens=value, max_logits_rows=rows)
         return lever("--max-num-batched-tokens", value, smaller)
+
+    def fewer_rows(value: int) -> Lever | None:
+        return lever("--max-logits-rows", value, msgspec.structs.replace(limits, max_logits_rows=value))
 
     def fewer_seqs(value: int) -> Lever | None:
         rows = max(demand.config.max_logits_rows or 0, value)
@@ -185,7 +191,8 @@ def _smaller_steps(demand: MemoryDemand, lacking: int) -> Iterator[Lever]:
         return lever("--max-num-seqs", value, smaller)
 
     for make, highest, lowest in (
-        (fewer_tokens, limits.max_num_batched_tokens, max(limits.max_num_seqs, 16)),
+        (fewer_tokens, limits.max_num_batched_tokens, max(limits.max_num_seqs, asked, 16)),
+        (fewer_rows, asked, limits.max_num_seqs),
         (fewer_seqs, limits.max_num_seqs, 1),
     ):
         candidates = [found for value in _halvings(highest, lowest) if (found := make(value)) is not None]

@@ -139,7 +139,9 @@ class _Trials:
     def _smaller_steps(self) -> Iterator[_Scale]:
         plan = self._plan
         tokens, seqs = plan.max_num_batched_tokens, plan.max_num_seqs
-        least = max(seqs, _FEWEST_TOKENS)
+        # Fewer tokens than rows of logits would make those fewer, too: they have a flag of their own.
+        rows = min(self._config.max_logits_rows or 0, tokens)
+        least = max(seqs, rows, _FEWEST_TOKENS)
         count = -(-(tokens - least) // _TOKENS_STEP)
         if count > 0:
 
@@ -148,6 +150,10 @@ class _Trials:
                 return value, str(value)
 
             yield _Scale("max_num_batched_tokens", count, fewer)
+        if rows > seqs:
+            yield _Scale(
+                "max_logits_rows", rows - seqs, lambda index: (rows - 1 - index, str(rows - 1 - index))
+            )
         if seqs > 1:
             yield _Scale("max_num_seqs", seqs - 1, lambda index: (seqs - 1 - index, str(seqs - 1 - index)))
 
@@ -169,10 +175,10 @@ def find_combination(planner: Planner, config: EngineConfig, plan: LoadPlan) -> 
     kv_cache = planner.kv_cache_of(config)
     for halving in range(1, max(plan.max_num_batched_tokens, plan.max_num_seqs).bit_length()):
         seqs = max(plan.max_num_seqs >> halving, 1)
-        fields: dict[str, Any] = {
-            "max_num_seqs": seqs,
-            "max_num_batched_tokens": max(plan.max_num_batched_tokens >> halving, seqs, _FEWEST_TOKENS),
-        }
+        tokens = max(plan.max_num_batched_tokens >> halving, seqs, _FEWEST_TOKENS)
+        fields: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+        if config.max_logits_rows is not None:
+            fields["max_logits_rows"] = max(min(config.max_logits_rows >> halving, tokens), seqs)
         if kv_cache.dtype != DType.FLOAT8_E4M3.label:
             fields["kv_cache_dtype"] = "fp8"
         trials = _Trials(planner, msgspec.structs.replace(config, **fields), plan)

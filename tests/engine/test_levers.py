@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.settings import parse_byte_size
@@ -150,6 +151,17 @@ def test_smaller_steps_are_the_gentlest_that_do() -> None:
     assert levers["--max-num-batched-tokens"].frees == 1024 * 4096
     assert levers["--max-num-seqs"].value == "16"
     assert levers["--max-num-seqs"].frees == 16 * 200_000
+
+
+def test_rows_that_were_asked_for_are_not_taken_back_by_fewer_tokens() -> None:
+    what = demand(total=400 * MIB, max_logits_rows=512)
+    limits = msgspec.structs.replace(what.limits, max_logits_rows=512)
+    request = AllocationRequest(size=MIB, free=0, live=400 * MIB, tag="workspace/scratch")
+    levers = by_flag(find_levers(request, dataclasses.replace(what, limits=limits)))
+    assert int(levers["--max-num-batched-tokens"].value) >= 512
+    assert levers["--max-logits-rows"] == Lever(
+        flag="--max-logits-rows", value="256", frees=256 * 200_000, enough=True
+    )
 
 
 def test_levers_that_are_enough_come_first_and_others_say_that_they_are_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.planning.after_load import levers_after
 from engine.planning.device import choose_planning_device
 from engine.planning.levers import find_combination, plan_levers
 from engine.planning.model import plan_load
-from engine.planning.plan import Planner
+from engine.planning.plan import LoadPlan, Planner
 from engine.residency import Residency
 from tests.checkpoints import CHECKPOINTS
 from tests.memory.test_address_space import limit_of
@@ -97,6 +98,62 @@ def test_with_every_lever_the_load_fits_and_with_less_of_it_it_does_not(flags: d
         assert not lever.verified
         field, value = value_of(lever)
         assert load(msgspec.structs.replace(config, **{field: value})).error is not None, lever
+
+
+ASKED = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logits_rows")
+"""flags that say what the engine can do, not what it takes"""
+
+
+def changes_of(plan: LoadPlan) -> Iterator[dict[str, Any]]:
+    """What the levers that are enough change, and what the combination does."""
+    for lever in plan.levers:
+        if lever.enough:
+            yield dict([value_of(lever)])
+    if plan.combination is not None:
+        levers = re.findall(r"(--[a-z-]+) (\S+)", plan.combination)
+        yield dict(value_of(Lever(flag=flag, value=value, frees=0, enough=True)) for flag, value in levers)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *TOO_LARGE,
+        {"device_memory": 9 * MIB, "max_logits_rows": 512},
+        {"device_memory": 9 * MIB, "max_logits_rows": 2048, "max_num_batched_tokens": 2048},
+        {
+            "device_memory": 8 * MIB,
+            "max_logits_rows": 2048,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 8,
+        },
+        {"device_memory": 8 * MIB, "max_logits_rows": 512, "kv_cache_memory": 8 * MIB},
+        {"device_memory": 9 * MIB, "max_model_len": 1000, "kv_cache_memory": 4 * MIB, "max_num_seqs": 64},
+    ],
+    ids=str,
+)
+def test_no_lever_takes_back_what_another_flag_asked_for(flags: dict[str, Any]) -> None:
+    """It may turn the flag itself."""
+    config = flags_of(MODEL, **flags)
+    plan = plan_load(config)
+    assert not plan.fits
+    asked = opened(config).limits
+    changes = list(changes_of(plan))
+    assert changes
+    for change in changes:
+        residency = opened(msgspec.structs.replace(config, **change))
+        residency.fill()
+        for name in ASKED:
+            if name in flags and name not in change:
+                assert getattr(residency.limits, name) == getattr(asked, name), (name, change)
+        residency.close()
+
+
+def test_rows_of_logits_have_a_lever_of_their_own() -> None:
+    config = flags_of(MODEL, device_memory=11 * MIB, max_logits_rows=512)
+    levers = {lever.flag: lever for lever in plan_load(config).levers}
+    assert levers["--max-logits-rows"].enough
+    assert 32 <= int(levers["--max-logits-rows"].value) < 512
+    assert "--max-num-batched-tokens" not in levers
 
 
 def test_flags_that_fit_together_where_none_does_alone() -> None:
