@@ -32,6 +32,7 @@ __all__ = [
     "MemoryDeallocationWarning",
     "Overheads",
     "PointerResource",
+    "forget_block",
 ]
 
 
@@ -181,3 +182,11 @@ class ForeignMemoryResource(PointerResource):
     @property
     def device_id(self) -> int:
         return int(self.upstream.device_id)
+
+
+def forget_block(sizes: dict[int, int], ptr: int, size: int) -> None:
+    """Take the block at `ptr` out of `sizes`. Raises UnknownPointerError if none of `size` bytes is there."""
+    known = sizes.get(ptr)
+    if known != size:
+        raise UnknownPointerError(ptr, size, known)
+    del sizes[ptr]

@@ -181,7 +181,7 @@ class MemoryHouse:
         return self.statistics.statistics().to_dict() if self.statistics is not None else None
 
     def last_lines(self, count: int = 100) -> list[str]:
-        """The trace's last `count` records as lines, the unprinted ones too. None when off or closed."""
+        """The trace's last `count` records as lines, the unprinted ones too; empty when off or closed."""
         if self.recorder is None or self.recorder.closed:
             return []
         with self.recorder.reader() as reader:

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from engine.memory.base import Overheads, PointerResource
-from engine.memory.errors import OutOfMemoryError, UnknownPointerError, Why
+from engine.memory.base import Overheads, PointerResource, forget_block
+from engine.memory.errors import OutOfMemoryError, Why
 from engine.memory.failures import failed_request
 from engine.memory.scope import current_tag
 
@@ -73,10 +73,7 @@ class _CapacityMemoryResource(PointerResource):
 
     def release(self, ptr: int, size: int, stream: Stream | None) -> None:
         with self._lock:
-            known = self._sizes.get(ptr)
-            if known != size:
-                raise UnknownPointerError(ptr, size, known)
-            del self._sizes[ptr]
+            forget_block(self._sizes, ptr, size)
         self._unmap(ptr, size)
         self._refund(self._cost(size), size)
 

@@ -44,13 +44,18 @@ class PlanningDevice:
     mappable: int | None = None
     """most that the system maps of the capacity; None: all of it"""
 
+    @property
+    def memory_name(self) -> str:
+        """What its trace lines begin with: ``host``, ``cuda``"""
+        return "host" if self.name == "cpu" else self.name
+
     def open_memory(self, *, observe: bool = False) -> MemoryResource:
         return PlanningMemoryResource(
             self.capacity,
             self.granularity,
             shared_below=self.shared_below,
             taken=min(self.taken, self.capacity),
-            device="host" if self.name == "cpu" else self.name,
+            device=self.memory_name,
             mappable=self.mappable,
         )
 

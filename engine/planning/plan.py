@@ -241,10 +241,9 @@ class Planner:
         return outcome.ledger.segments
 
     def _describe(self, request: AllocationRequest, config: EngineConfig) -> PlannedFailure:
-        device = "host" if self.device.name == "cpu" else self.device.name
         return PlannedFailure(
             request=allocation_record(request),
-            line=f"{failed_line(request, device)} planned=yes",
+            line=f"{failed_line(request, self.device.memory_name)} planned=yes",
             what=f"{config.model}: {str(AllocationError(request)).replace(' failed: ', ' would fail: ', 1)}",
         )
 

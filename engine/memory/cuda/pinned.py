@@ -5,16 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from engine.memory.base import PointerResource
+from engine.memory.base import PointerResource, forget_block
 from engine.memory.cuda.device import DeviceHealth
 from engine.memory.cuda.runtime import OUT_OF_MEMORY, CudaCallError, CudaRuntime
-from engine.memory.errors import (
-    AllocationError,
-    OutOfMemoryError,
-    StickyDeviceError,
-    UnknownPointerError,
-    Why,
-)
+from engine.memory.errors import AllocationError, OutOfMemoryError, StickyDeviceError, Why
 from engine.memory.failures import failed_request
 
 if TYPE_CHECKING:
@@ -59,10 +53,7 @@ class PinnedMemoryResource(PointerResource):
 
     def release(self, ptr: int, size: int, stream: Stream | None) -> None:
         with self._lock:
-            known = self._sizes.get(ptr)
-            if known != size:
-                raise UnknownPointerError(ptr, size, known)
-            del self._sizes[ptr]
+            forget_block(self._sizes, ptr, size)
         if self._health.lost is not None:
             return
         try:

@@ -8,14 +8,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from engine.memory.adaptors import gauge_of
-from engine.memory.base import BypassListener, Overheads, PointerResource
+from engine.memory.base import BypassListener, Overheads, PointerResource, forget_block
 from engine.memory.cuda.device import CudaDeviceAccount
 from engine.memory.cuda.runtime import OUT_OF_MEMORY, CudaCallError, CudaRuntime, is_sticky
 from engine.memory.errors import (
     AllocationError,
     OutOfMemoryError,
     StickyDeviceError,
-    UnknownPointerError,
     Why,
 )
 from engine.memory.failures import failed_request
@@ -103,10 +102,7 @@ class _CudaMemoryResource(PointerResource):
 
     def release(self, ptr: int, size: int, stream: Stream | None) -> None:
         with self._lock:
-            known = self._sizes.get(ptr)
-            if known != size:
-                raise UnknownPointerError(ptr, size, known)
-            del self._sizes[ptr]
+            forget_block(self._sizes, ptr, size)
             self._live -= size
             self._account_for(ptr, max(size, 1), -1)
         if self._health.lost is not None:
