@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.failure import FailureRecord
+from engine.failure_record import FailureRecord
 
 __all__ = ["FailureStore"]
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from app.in_flight import InFlight
 from engine.errors import EngineLostError
-from engine.failure import FailureRecord, FailureReporter, RequestRecord, StepRecord
+from engine.failure import FailureReporter
+from engine.failure_record import FailureRecord, RequestRecord, StepRecord
 from engine.memory.errors import TraceFileError
 from engine.memory.lines import format_line
 from engine.memory.reader import FlightRecorderReader

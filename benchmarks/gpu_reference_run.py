@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu.results import Results  # noqa: E402
 from benchmarks.gpu.synthetic import LARGE, SMALL, make_checkpoint  # noqa: E402
 from engine.errors import EngineDeadError  # noqa: E402
-from engine.failure import read_failure  # noqa: E402
+from engine.failure_record import read_failure  # noqa: E402
 from engine.llm import LLM  # noqa: E402
 from engine.memory.adaptors import LimitingMemoryResource  # noqa: E402
 from engine.memory.record import EventKind, EventState  # noqa: E402

@@ -18,7 +18,8 @@ from engine.config import EngineConfig, EngineLimits
 from engine.core import EngineCore
 from engine.devices import choose_device
 from engine.errors import CheckpointError, ConfigurationError
-from engine.failure import FailureRecord, FailureReporter, failure_directory, summarize_error
+from engine.failure import FailureReporter, failure_directory, summarize_error
+from engine.failure_record import FailureRecord
 from engine.kv_cache import KVCacheManager
 from engine.kv_sizing import KVPlan
 from engine.memory.errors import TraceFileError

@@ -1,4 +1,4 @@
-"""Failure records: what a person needs to know when the engine, or a request in it, died.
+"""Reports of failures: what a person needs to know when the engine, or a request in it, died.
 
 A record is one JSON file. Writing it must not fail in turn: whatever cannot be found out any more is left
 out, and whatever cannot be written is said on stderr.
@@ -18,103 +18,37 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import msgspec
 
 from engine.config import EngineConfig
 from engine.directories import under_home
 from engine.errors import EngineDeadError
+from engine.failure_record import (
+    ExceptionRecord,
+    FailureRecord,
+    RequestRecord,
+    StepRecord,
+    allocation_record,
+    failed_line,
+)
 from engine.levers import Lever, describe_levers
-from engine.memory.causes import CAUSES
 from engine.memory.errors import AllocationError, AllocationRequest
 from engine.memory.house import MemoryHouse
-from engine.memory.lines import format_line
-from engine.memory.record import EventKind, EventState, TraceEvent
-from engine.sampling_params import SamplingParams
 
 __all__ = [
-    "ExceptionRecord",
     "FailureRecord",
     "FailureReporter",
     "RequestRecord",
     "StepRecord",
-    "allocation_record",
-    "failed_line",
     "failure_directory",
-    "read_failure",
     "summarize_error",
 ]
 
 _TRACE_LINES = 200
 
 T = TypeVar("T")
-
-
-class ExceptionRecord(msgspec.Struct, kw_only=True):
-    """The exception that was thrown."""
-
-    type: str
-    message: str
-    traceback: list[str]
-
-
-class RequestRecord(msgspec.Struct, kw_only=True):
-    """A serving request that was in the step."""
-
-    request_id: str
-    prompt_tokens: int
-    output_tokens: int
-    computed_tokens: int | None = None
-    """with K and V in the cache; None if only the engine that died knew"""
-    blocks: int | None = None
-    """of the KV cache; None likewise"""
-    params: SamplingParams
-    prompt_token_ids: list[int] | None = None
-    """only where prompts are recorded"""
-    prompt: str | None = None
-    """only where prompts are recorded"""
-
-
-class StepRecord(msgspec.Struct, kw_only=True):
-    """The step that failed."""
-
-    step: int
-    prefill_tokens: int
-    decode_tokens: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
-
-
-class FailureRecord(msgspec.Struct, kw_only=True):
-    """Everything that is known about one failure."""
-
-    id: str
-    time: str
-    """UTC, ISO 8601"""
-    fatal: bool
-    """the engine stopped; otherwise only the requests of the step failed"""
-    doing: str
-    """what was being done: ``loading DIR``, ``EngineCore busy loop``"""
-    what: str
-    """the exception in one line"""
-    exception: ExceptionRecord
-    allocation: dict[str, Any] | None = None
-    """the request to the memory resource that failed: api, size, tag, site, #N, error, why, free, live"""
-    levers: list[Lever] = []
-    requests: list[RequestRecord] = []
-    step: StepRecord | None = None
-    ledger: dict[str, Any] | None = None
-    statistics: dict[str, Any] | None = None
-    trace: list[str] = []
-    """the memory trace's last lines"""
-    config: EngineConfig | None = None
-    versions: dict[str, str] = {}
-    pid: int = 0
-    path: str | None = None
-    """where the record was written; None if that failed"""
 
 
 class FailureReporter:
@@ -241,12 +175,6 @@ class FailureReporter:
             print(line, file=self.output, flush=True)
 
 
-def allocation_record(request: AllocationRequest) -> dict[str, Any]:
-    """A request that failed, for a record: its fields, and what its classification means."""
-    cause = CAUSES[request.why]
-    return {**request.to_dict(), "cause": cause.meaning, "usually_helps": cause.helps}
-
-
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader finds all of it or nothing, also after a crash."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -260,11 +188,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def read_failure(path: Path) -> FailureRecord:
-    """The record in a file. Raises `msgspec.DecodeError` if it is none."""
-    return msgspec.json.decode(path.read_bytes(), type=FailureRecord)
 
 
 def failure_directory(config: EngineConfig, environ: Mapping[str, str]) -> Path:
@@ -289,28 +212,6 @@ def summarize_error(error: BaseException) -> str:
     if type(error).__module__.partition(".")[0] == "engine" and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def failed_line(request: AllocationRequest, device: str) -> str:
-    """The line that a trace prints for `request`."""
-    event = TraceEvent(
-        EventKind.ALLOC,
-        EventState.FAILED,
-        request.size,
-        sequence=request.sequence or 0,
-        tag=request.tag,
-        site=request.site,
-        requests=request.requests,
-        request_count=len(request.requests),
-        api=request.api,
-        live=request.live or 0,
-        free=request.free,
-        free_is_read=True,
-        error_code=request.error_code,
-        why=request.why,
-        text=request.error,
-    )
-    return format_line(event, device)
 
 
 def _attempt(find: Callable[[], T], otherwise: T) -> T:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from engine.compose import Engine, build_engine
 from engine.errors import CheckpointError, ConfigurationError, EngineDeadError
-from engine.failure import FailureRecord
+from engine.failure_record import FailureRecord
 from engine.memory.errors import TraceFileError
 from engine.memory.house import MemoryHouse
 from engine.messages import EngineFailed, EngineMessage, OutputMessage

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from engine.config import EngineConfig, EngineLimits
-from engine.failure import FailureRecord
+from engine.failure_record import FailureRecord
 from engine.memory.settings import TraceSettings
 from engine.messages import Abort, AddRequest, EngineFailed, Shutdown, StepOutputs
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu.results import Results
 from engine.errors import EngineDeadError
-from engine.failure import read_failure
+from engine.failure_record import read_failure
 from engine.llm import LLM
 from engine.memory.adaptors import LimitingMemoryResource
 from engine.memory.cuda.device import CudaDeviceAccount, NvmlUsage

@@ -15,7 +15,7 @@ import msgspec
 
 from engine.backend.protocol import DType
 from engine.config import EngineConfig, EngineLimits
-from engine.failure import allocation_record, failed_line
+from engine.failure_record import allocation_record, failed_line
 from engine.kv_sizing import least_blocks
 from engine.levers import Lever
 from engine.memory.errors import AllocationError, AllocationRequest

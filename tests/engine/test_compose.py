@@ -14,7 +14,7 @@ from app.settings import parse_byte_size
 from engine.compose import Engine, build_engine
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigurationError, EngineDeadError
-from engine.failure import FailureRecord, read_failure
+from engine.failure_record import FailureRecord, read_failure
 from engine.memory.adaptors import (
     Fault,
     FaultInjectingMemoryResource,

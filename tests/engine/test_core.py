@@ -11,7 +11,7 @@ import pytest
 
 from engine.backend.protocol import StepBatch
 from engine.errors import EngineDeadError, RequestError
-from engine.failure import read_failure
+from engine.failure_record import read_failure
 from engine.memory.errors import AllocationRequest, OutOfMemoryError, StickyDeviceError, Why
 from engine.memory.scope import current_requests
 from engine.messages import (

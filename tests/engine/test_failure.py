@@ -11,7 +11,8 @@ import pytest
 
 from engine import failure
 from engine.config import EngineConfig
-from engine.failure import FailureReporter, failure_directory, read_failure, summarize_error
+from engine.failure import FailureReporter, failure_directory, summarize_error
+from engine.failure_record import read_failure
 from engine.memory.base import Overheads
 from engine.memory.causes import CAUSES
 from engine.memory.errors import AllocationRequest, OutOfMemoryError, Why
