@@ -70,6 +70,12 @@ server_flags = flag_group(
             help="Ask for one of these keys, one a line.",
         ),
         Flag(
+            ["--require-api-key"],
+            group=SERVER,
+            is_flag=True,
+            help="Do not start without a key.",
+        ),
+        Flag(
             ["--served-model-name"],
             group=SERVER,
             common=True,
@@ -187,6 +193,7 @@ def serve(
     """Serve MODEL (a checkpoint directory or a Hub id) over HTTP, in OpenAI's protocol."""
     from app.security import is_loopback, read_api_keys
     from app.settings import trace_settings
+    from engine.errors import ConfigurationError
 
     if model_argument is not None and model["model"] not in (None, model_argument):
         raise click.UsageError(f"MODEL is {model_argument}, --model is {model['model']}: give one.")
@@ -195,6 +202,10 @@ def serve(
         trace = {**trace, "alloc_stats": True}
     settings = trace_settings(os.environ, trace)
     keys = read_api_keys(server["api_key"], server["api_key_file"], os.environ)
+    if server["require_api_key"] and not keys:
+        raise ConfigurationError(
+            "--require-api-key: there is no key: set VTSERVE_API_KEY, or give --api-key or --api-key-file"
+        )
 
     import anyio
     import msgspec

@@ -292,6 +292,32 @@ def test_a_flag_that_cannot_be_used_is_one_line(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("variable", [None, "", " , "])
+def test_a_key_that_is_required_and_missing_is_one_line(checkpoint: Path, variable: str | None) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "VTSERVE_API_KEY"}
+    done = subprocess.run(
+        [sys.executable, "-m", "app.cli", "serve", str(checkpoint), *FLAGS, "--require-api-key"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env=environ if variable is None else {**environ, "VTSERVE_API_KEY": variable},
+    )
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("Error: --require-api-key: ")
+    assert "VTSERVE_API_KEY" in line
+    assert "--api-key " in line
+    assert "--api-key-file" in line
+
+
+def test_a_key_that_is_required_and_given_is_asked_for(start: Start) -> None:
+    server = start("--require-api-key", "--api-key", "secret")
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret"})
+    assert answer.status_code == 200
+
+
 def test_a_checkpoint_that_is_damaged_ends_it_at_once(checkpoint: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
