@@ -445,7 +445,7 @@ def decode_step(bench: Bench, rng: np.random.Generator) -> list[dict[str, Any]]:
             rows = sampling_rows(sequences, **params)
             begin = time.perf_counter()
             for _ in range(5):
-                backend.sample(step.logits.rows(sequences), rows)
+                backend.sample(step.logits.rows(sequences), rows).wait()
             entry[f"sample {name}"] = (time.perf_counter() - begin) / 5 * 1e6
         results.append(entry)
         for layer in layers:

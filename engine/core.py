@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -26,8 +27,8 @@ from engine.messages import (
     Shutdown,
     StepOutputs,
 )
-from engine.request import Request, check_request
-from engine.runner import ModelRunner, RequestResult
+from engine.request import Request, RequestStatus, check_request
+from engine.runner import LaunchedStep, ModelRunner, RequestResult
 from engine.sampler import TokenLogprobs
 from engine.scheduler import ScheduledRequest, Scheduler
 
@@ -46,6 +47,32 @@ class Outbox(Protocol):
 
     def put(self, message: OutputMessage) -> None:
         """Hand `message` on; may wait, which holds the engine back."""
+
+
+class _LateOutbox:
+    """Keeps what is put in until it is flushed."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._kept: list[OutputMessage] = []
+
+    def put(self, message: OutputMessage) -> None:
+        self._kept.append(message)
+
+    def flush(self) -> None:
+        kept, self._kept = self._kept, []
+        for message in kept:
+            self._outbox.put(message)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step under way."""
+
+    batch: Sequence[ScheduledRequest]
+    launched: LaunchedStep | None = None
+    updates: list[RequestUpdate] = field(default_factory=list)
+    """of what ran otherwise"""
 
 
 class EngineCore:
@@ -75,6 +102,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._step = 0
+        self._in_flight: _Step | None = None
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -109,7 +137,7 @@ class EngineCore:
     def close(self) -> None:
         """Forget all requests and let go of the model; nothing can be asked any more. Idempotent."""
         self.abort(list(self._requests))
-        self._runner = None
+        self._runner = self._in_flight = None
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -127,6 +155,11 @@ class EngineCore:
 
     # -- steps ---------------------------------------------------------------------------------------------
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Between `launch` and `collect` the device works, and the host has time for something else."""
+        return self._runner is not None and self._runner.runs_ahead
+
     def step(self) -> StepOutputs:
         """Run one step and tell what it did. Without requests it does nothing.
 
@@ -135,44 +168,102 @@ class EngineCore:
         EngineDeadError
             The step threw. The failure is recorded (`failure`), and the engine takes no more requests.
         """
+        self.launch()
+        return self.collect()
+
+    def launch(self) -> None:
+        """Begin a step; `collect` it before the next. Requests may be added and aborted in between.
+
+        Raises as `step` does.
+        """
         runner = self._check_alive()
+        self.settle()
         self._step += 1
         batch: list[ScheduledRequest] = []
         try:
             batch = self.scheduler.schedule()
-            updates = self._run(runner, batch) if batch else []
-        except Exception as error:
+            self._in_flight = _Step(batch)
+            if batch:
+                try:
+                    self._in_flight.launched = runner.launch(batch)
+                except OutOfMemoryError as error:
+                    self._in_flight.updates = self._run_one_by_one(runner, batch, error)
+        except BaseException as error:
+            self._end(error, batch)
+
+    def collect(self) -> StepOutputs:
+        """What the launched step did. An empty step if none was launched. Raises as `step` does."""
+        runner = self._check_alive()
+        step, self._in_flight = self._in_flight or _Step([]), None
+        try:
+            if step.launched is not None:
+                try:
+                    step.updates = self._updates(runner.collect(step.launched))
+                except OutOfMemoryError as error:
+                    step.updates = self._run_one_by_one(runner, step.batch, error)
+        except BaseException as error:
+            self._end(error, step.batch)
+        return StepOutputs(step.updates, self._stats(step.batch))
+
+    def settle(self) -> None:
+        """Wait for a step that was launched and never collected, and forget what it did.
+
+        Its sequences that are not aborted are computed again. Raises as `step` does.
+        """
+        step, self._in_flight = self._in_flight, None
+        if step is None or step.launched is None or self._runner is None or self.failure is not None:
+            return
+        try:
+            self._runner.collect(step.launched)
+        except BaseException as error:
+            self._end(error, step.batch)
+        for item in step.batch:
+            self.scheduler.roll_back(item)
+
+    def _end(self, error: BaseException, batch: Sequence[ScheduledRequest]) -> NoReturn:
+        """A step threw."""
+        self._in_flight = None
+        if isinstance(error, Exception):
             self.failure = self._record(error, batch, fatal=True)
             raise self._failures.dead(self.failure) from error
-        except BaseException:
-            # Interrupted: the engine stays usable.
-            for item in batch:
-                self.scheduler.roll_back(item)
-            raise
-        return StepOutputs(updates, self._stats(batch))
+        # Interrupted: the engine stays usable.
+        for item in batch:
+            self.scheduler.roll_back(item)
+        raise error
 
     def run_busy_loop(self, inbox: Inbox, outbox: Outbox) -> None:
         """Serve until a `Shutdown` arrives: waits while there is nothing to do.
+
+        Where a launched step runs by itself, what the last one did is put out meanwhile.
 
         Raises
         ------
         EngineDeadError
             A step threw; `EngineFailed` was put out before.
         """
+        late = _LateOutbox(outbox)
         try:
-            while self._take_messages(inbox, outbox):
-                outputs = self.step()
+            while self._take_messages(inbox, late):
+                self.launch()
+                late.flush()
+                outputs = self.collect()
                 # A step that only computed a part of a prompt is told too: somebody may watch for progress.
                 if outputs.updates or outputs.stats.prefill_tokens or outputs.stats.decode_tokens:
-                    outbox.put(outputs)
+                    late.put(outputs)
+                if not self.runs_ahead:
+                    late.flush()
+            late.flush()
         except EngineDeadError:
+            late.flush()
             if self.failure is not None:
                 outbox.put(EngineFailed(self.failure.what, self.failure.id))
             raise
 
-    def _take_messages(self, inbox: Inbox, outbox: Outbox) -> bool:
+    def _take_messages(self, inbox: Inbox, outbox: _LateOutbox) -> bool:
         """Handle what has arrived, waiting if there is no request to work on. False to stop."""
         while True:
+            if not self._requests:
+                outbox.flush()
             try:
                 message = inbox.get(block=not self._requests)
             except queue.Empty:
@@ -188,13 +279,6 @@ class EngineCore:
                     self.abort(message.request_ids)
                 case Shutdown():
                     return False
-
-    def _run(self, runner: ModelRunner, batch: Sequence[ScheduledRequest]) -> list[RequestUpdate]:
-        try:
-            results = runner.execute(batch)
-        except OutOfMemoryError as error:
-            return self._run_one_by_one(runner, batch, error)
-        return self._updates(results)
 
     def _run_one_by_one(
         self, runner: ModelRunner, batch: Sequence[ScheduledRequest], cause: OutOfMemoryError
@@ -215,7 +299,7 @@ class EngineCore:
                 error: OutOfMemoryError | None = cause
             else:
                 try:
-                    updates += self._updates(runner.execute([item]))
+                    updates += self._updates(runner.collect(runner.launch([item])))
                     error = None
                 except OutOfMemoryError as alone:
                     error = alone
@@ -237,6 +321,8 @@ class EngineCore:
     def _update(self, result: RequestResult) -> RequestUpdate | None:
         """Take a sequence's result over into the request; None if there is nothing to tell yet."""
         item, request = result.scheduled, result.scheduled.request
+        if request.status is RequestStatus.FINISHED:  # aborted while the step was computed
+            return None
         if result.unusable:
             text = f"logits after token {item.end} are not numbers: the model's weights or cache are damaged"
             return self._fail(item, text)

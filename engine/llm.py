@@ -18,7 +18,7 @@ from engine.config import EngineConfig, EngineLimits
 from engine.errors import EngineError, RequestError
 from engine.memory.house import MemoryHouse
 from engine.memory.settings import TraceSettings
-from engine.messages import AddRequest
+from engine.messages import AddRequest, RequestUpdate
 from engine.model.tokenizer import Tokenizer
 from engine.output_processor import OutputProcessor
 from engine.outputs import CompletionDelta, CompletionOutput, RequestOutput
@@ -245,18 +245,25 @@ class LLM:
             for request in run.requests:
                 for message in processor.add(request):
                     core.add_request(message)
-            while core.has_unfinished_requests:
-                processed = processor.process(core.step().updates)
+            updates: list[RequestUpdate] = []
+            while core.has_unfinished_requests or updates:
+                # Where a step runs by itself, the last one's tokens become text meanwhile.
+                core.launch()
+                if not core.runs_ahead:
+                    updates = core.collect().updates
+                processed = processor.process(updates)
                 core.abort(processed.to_abort)
                 for delta in processed.deltas:
                     index = run.indices[delta.request_id]
                     run.outputs[index].add(delta)
                     yield index, delta
+                updates = core.collect().updates if core.runs_ahead else []
         finally:
             # Where something is left, its reader is gone: an error, or a stream that was closed.
             self._running = False
             for request in run.requests:
                 core.abort(processor.forget(request.request_id))
+            core.settle()
 
 
 @dataclass(slots=True)

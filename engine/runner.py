@@ -11,10 +11,10 @@ from engine.backend.protocol import Backend, KVLayer, StepInputs, Tensor
 from engine.batch_layout import BatchLayout
 from engine.config import EngineLimits
 from engine.memory.scope import request_scope
-from engine.sampler import INVALID_TOKEN, SampledTokens, SamplingRow, TokenLogprobs
+from engine.sampler import INVALID_TOKEN, PendingTokens, SampledTokens, SamplingRow, TokenLogprobs
 from engine.scheduler import ScheduledRequest
 
-__all__ = ["Model", "ModelRunner", "RequestResult"]
+__all__ = ["LaunchedStep", "Model", "ModelRunner", "RequestResult"]
 
 
 class Model(Protocol):
@@ -37,6 +37,15 @@ class RequestResult:
     """the logits were not numbers; nothing else is set"""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step that the device computes."""
+
+    scheduled: Sequence[ScheduledRequest]
+    rows: Sequence[SamplingRow]
+    tokens: PendingTokens
+
+
 class ModelRunner:
     """The model with its cache, and a layout to fill for each step."""
 
@@ -47,8 +56,15 @@ class ModelRunner:
         self._forward = partial(model.forward, kv=kv_layers)
         self._layout = BatchLayout(limits)
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[RequestResult]:
-        """Compute the scheduled tokens, and the next token of each sequence that is at its end.
+    @property
+    def runs_ahead(self) -> bool:
+        """A launched step runs while the host does something else."""
+        return self._backend.runs_ahead
+
+    def launch(self, scheduled: Sequence[ScheduledRequest]) -> LaunchedStep:
+        """Begin to compute the scheduled tokens, and the next token of each sequence that is at its end.
+
+        The step must be collected before the next one is launched.
 
         Raises
         ------
@@ -59,8 +75,13 @@ class ModelRunner:
             inputs = self._backend.prepare(self._layout.fill(scheduled))
             logits = self._backend.run(self._forward, inputs)
             rows = sampling_rows(scheduled)
-            sampled = self._backend.sample(logits, rows)
-        return _results(scheduled, rows, sampled)
+            return LaunchedStep(scheduled, rows, self._backend.sample(logits, rows))
+
+    def collect(self, step: LaunchedStep) -> list[RequestResult]:
+        """What the step found out, when it is computed. Raises as `launch` does."""
+        with request_scope(item.request.request_id for item in step.scheduled):
+            sampled = step.tokens.wait()
+        return _results(step.scheduled, step.rows, sampled)
 
 
 def sampling_rows(scheduled: Sequence[ScheduledRequest]) -> list[SamplingRow]:

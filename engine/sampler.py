@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from engine.sampling_params import SamplingParams
 
-__all__ = ["INVALID_TOKEN", "SampledTokens", "SamplingRow", "TokenLogprobs", "sample"]
+__all__ = ["INVALID_TOKEN", "PendingTokens", "SampledTokens", "SamplingRow", "TokenLogprobs", "sample"]
 
 INVALID_TOKEN = -1
 """Stands where no token could be chosen: a row with NaN, or without a single finite logit."""
@@ -86,6 +87,17 @@ class SampledTokens:
     """int32 [R]: the chosen (or target) token; `INVALID_TOKEN` where the logits are unusable"""
     logprobs: list[TokenLogprobs | None]
     """[R]; None where a row asked for none"""
+
+    def wait(self) -> SampledTokens:
+        """Themselves: they are chosen. See `PendingTokens`."""
+        return self
+
+
+class PendingTokens(Protocol):
+    """Tokens that a device is choosing."""
+
+    def wait(self) -> SampledTokens:
+        """The tokens, once they are chosen. To be called once. Raises the device's error, if it has one."""
 
 
 def sample(logits: np.ndarray, rows: Sequence[SamplingRow]) -> SampledTokens:

@@ -17,7 +17,7 @@ from engine.compose import Engine, build_engine
 from engine.memory.resources import HostMemoryResource
 from engine.memory.scope import memory_scope, request_scope
 from engine.process import run_engine
-from engine.runner import RequestResult
+from engine.runner import LaunchedStep
 from engine.scheduler import ScheduledRequest
 
 THROWS, HANGS, KILLS, TOO_LARGE, KILLS_ALLOCATING, SLOW = range(40, 46)
@@ -55,15 +55,15 @@ def build(*arguments: Any, **keywords: Any) -> Engine:
     """`build_engine`, with a runner that looks at the prompts first."""
     engine = build_engine(*arguments, **keywords)
     runner: Any = engine.core._runner
-    execute = runner.execute
+    launch = runner.launch
 
-    def harmful(batch: Sequence[ScheduledRequest]) -> list[RequestResult]:
+    def harmful(batch: Sequence[ScheduledRequest]) -> LaunchedStep:
         for item in batch:
             do_harm(engine, item)
-        results: list[RequestResult] = execute(batch)
-        return results
+        step: LaunchedStep = launch(batch)
+        return step
 
-    runner.execute = harmful
+    runner.launch = harmful
     return engine
 
 

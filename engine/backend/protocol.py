@@ -20,7 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     from cuda.core import Buffer
 
-    from engine.sampler import SampledTokens, SamplingRow
+    from engine.sampler import PendingTokens, SamplingRow
 
 
 class DType(enum.Enum):
@@ -216,6 +216,10 @@ class Backend(Protocol):
     """``"cpu"`` or ``"cuda"``"""
     activation_dtype: DType
 
+    @property
+    def runs_ahead(self) -> bool:
+        """A step's operations are queued in little time, and run while the host does something else."""
+
     # -- memory --------------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
@@ -296,8 +300,11 @@ class Backend(Protocol):
     def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
         """``out[r] = x[rows[r]]``."""
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
-        """Choose a token for each row of `logits` (float32 [R, V], may be overwritten)."""
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
+        """Choose a token for each row of `logits` (float32 [R, V], may be overwritten).
+
+        They are waited for before the next step's tokens are asked for.
+        """
 
     def synchronize(self) -> None:
         """Wait for the device. Raises the device's error, if it has one."""

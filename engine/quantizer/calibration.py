@@ -37,7 +37,7 @@ from engine.memory.scope import memory_scope
 from engine.quantizer.gptq import quantize_with_feedback
 from engine.quantizer.modelopt import KVScales
 from engine.quantizer.nvfp4 import GROUP_SIZE, NVFP4Weight, amax_global_scale, quantize
-from engine.sampler import SampledTokens, SamplingRow
+from engine.sampler import PendingTokens, SamplingRow
 
 __all__ = ["CalibrationText", "Moments", "QuantizedLinear", "QuantizingBackend"]
 
@@ -185,6 +185,7 @@ class QuantizingBackend:
     def __post_init__(self) -> None:
         self.name = self.inner.name
         self.activation_dtype = self.inner.activation_dtype
+        self.runs_ahead = self.inner.runs_ahead
         self._limits: StepLimits | None = None
 
     def load_linear(self, parts: Sequence[LinearSource]) -> Linear:
@@ -302,7 +303,7 @@ class QuantizingBackend:
     def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
         self.inner.gather_rows(x, rows, out=out)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
         return self.inner.sample(logits, rows)
 
     def synchronize(self) -> None:

@@ -26,7 +26,7 @@ from engine.kv_cache import AttentionStateSpec, KVCache, KVCacheManager
 from engine.memory.resources import HostMemoryResource
 from engine.messages import AddRequest, FinishReason, RequestUpdate
 from engine.runner import ModelRunner
-from engine.sampler import SampledTokens, SamplingRow
+from engine.sampler import PendingTokens, SampledTokens, SamplingRow
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 
@@ -45,6 +45,7 @@ class FakeBackend:
 
     name = "cpu"
     activation_dtype = DType.FLOAT32
+    runs_ahead = False
 
     def __init__(self, memory: MemoryResource) -> None:
         self.memory = memory
@@ -64,8 +65,18 @@ class FakeBackend:
     def run(self, forward: Callable[[StepInputs], Any], inputs: StepInputs) -> Any:
         return forward(inputs)
 
-    def sample(self, logits: Any, rows: Sequence[SamplingRow]) -> SampledTokens:
-        return sampler.sample(logits, rows)
+    def sample(self, logits: Any, rows: Sequence[SamplingRow]) -> PendingTokens:
+        return LateTokens(logits, rows) if self.runs_ahead else sampler.sample(logits, rows)
+
+
+class LateTokens:
+    """Tokens that are chosen when somebody waits for them."""
+
+    def __init__(self, logits: Any, rows: Sequence[SamplingRow]) -> None:
+        self._logits, self._rows = logits, rows
+
+    def wait(self) -> SampledTokens:
+        return sampler.sample(self._logits, self._rows)
 
 
 class FakeModel:

@@ -30,6 +30,7 @@ from tests.engine.fakes import (
     EOS,
     GREEDY,
     VOCABULARY,
+    FakeBackend,
     FakeEngine,
     ended,
     expected_greedy,
@@ -38,6 +39,14 @@ from tests.engine.fakes import (
     request,
     tokens_of,
 )
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["waits", "runs ahead"])
+def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the backend computes when it is asked to, or when it is waited for."""
+    ahead: bool = request.param
+    monkeypatch.setattr(FakeBackend, "runs_ahead", ahead)
+    return ahead
 
 
 def greedy(**fields: Any) -> SamplingParams:
@@ -407,3 +416,124 @@ def test_the_busy_loop_says_that_it_threw(tmp_path: Path) -> None:
     assert failed.what == "RuntimeError: lost"
     assert isinstance(loop.error, EngineDeadError)
     assert loop.error.failure_id == failed.failure_id
+
+
+# -- a step under way --------------------------------------------------------------------------------------
+
+
+def test_requests_come_and_go_while_a_step_is_computed(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    core = engine.core
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4] * 9)):
+        core.add_request(request(name, prompt))
+    core.launch()
+    core.abort(["b"])
+    core.add_request(request("c", [5, 6]))
+    updates = core.collect().updates
+    assert [update.request_id for update in updates] == ["a"], "what nobody waits for is not told"
+    first = tokens_of(updates)
+    later = engine.run()
+    assert first + tokens_of(later["a"]) == expected_greedy([1, 2, 3], 8)
+    assert tokens_of(later["c"]) == expected_greedy([5, 6], 8)
+    assert engine.pool.num_held == 0
+
+
+def test_an_id_is_free_again_while_its_old_step_is_computed(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.core.add_request(request("a", [1, 2, 3]))
+    engine.core.launch()
+    engine.core.abort(["a"])
+    engine.core.add_request(request("a", [7, 8]))
+    assert engine.core.collect().updates == []
+    assert tokens_of(engine.run()["a"]) == expected_greedy([7, 8], 8)
+
+
+def test_a_step_that_nobody_collects_is_computed_again(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.core.add_request(request("a", [1, 2, 3]))
+    engine.core.step()
+    engine.core.launch()
+    engine.core.settle()
+    engine.core.settle()
+    tokens = tokens_of(engine.run()["a"])
+    assert tokens == expected_greedy([1, 2, 3], 8)[1:]
+
+
+def test_a_step_that_fails_when_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tmp_path)
+    engine.core.add_request(request("a", [1, 2, 3]))
+    runner: Any = engine.core._runner
+
+    def lost(step: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    engine.core.launch()
+    monkeypatch.setattr(runner, "collect", lost)
+    with pytest.raises(EngineDeadError):
+        engine.core.collect()
+    assert engine.core.failure is not None
+    record = read_failure(tmp_path / f"{engine.core.failure.id}.json")
+    assert [item.request_id for item in record.requests] == ["a"]
+    engine.core.settle()  # of a dead engine nothing is waited for
+    engine.core.close()
+
+
+def test_a_wait_that_is_interrupted_leaves_the_engine_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tmp_path)
+    engine.core.add_request(request("a", [1, 2, 3]))
+    runner: Any = engine.core._runner
+
+    def interrupted(step: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine.core.launch()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.core.collect()
+    assert tokens_of(engine.run()["a"]) == expected_greedy([1, 2, 3], 8)
+
+
+def test_what_a_step_did_is_put_out_while_the_next_is_computed(tmp_path: Path, runs_ahead: bool) -> None:
+    """Each step's outputs come before its successor is waited for; where a step runs by itself, after that
+    was launched."""
+    engine = make_engine(tmp_path)
+    runner: Any = engine.core._runner
+    launch, collect = runner.launch, runner.collect
+    order: list[str] = []
+
+    def note(name: str, act: Any) -> Any:
+        def noted(argument: Any) -> Any:
+            order.append(name)
+            return act(argument)
+
+        return noted
+
+    runner.launch, runner.collect = note("launch", launch), note("collect", collect)
+    inbox: queue.SimpleQueue[EngineMessage] = queue.SimpleQueue()
+    inbox.put(request("a", [1, 2, 3], greedy(max_tokens=3)))
+    outbox = _Stopping(order, inbox)
+    engine.core.run_busy_loop(inbox, outbox)
+    if runs_ahead:
+        step = ["launch", "put", "collect"]
+        assert order == ["launch", "collect", *step, *step, "put"]
+    else:
+        assert order == ["launch", "collect", "put"] * 3
+    assert tokens_of(outbox.updates) == expected_greedy([1, 2, 3], 3)
+
+
+class _Stopping:
+    """An outbox that ends the loop when the request has ended."""
+
+    def __init__(self, order: list[str], inbox: queue.SimpleQueue[EngineMessage]) -> None:
+        self.order, self.inbox = order, inbox
+        self.updates: list[RequestUpdate] = []
+
+    def put(self, message: OutputMessage) -> None:
+        assert isinstance(message, StepOutputs)
+        self.order.append("put")
+        self.updates += message.updates
+        if message.updates[-1].finish_reason is not None:
+            self.inbox.put(Shutdown())

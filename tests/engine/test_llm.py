@@ -44,9 +44,13 @@ def open_llm(checkpoint: Path, **flags: Any) -> LLM:
     return LLM(checkpoint, trace=flags.pop("trace", OFF), **{**standard, **flags})
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoint: Path) -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=[False, True], ids=["waits", "runs ahead"])
+def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
+    """One that makes text after each step, and one that does so while the next step is under way."""
     with open_llm(checkpoint, max_num_batched_tokens=1024) as llm:
+        backend: Any = llm.engine.core._runner._backend  # type: ignore[union-attr]
+        backend.runs_ahead = request.param
+        assert llm.engine.core.runs_ahead is request.param
         yield llm
 
 

@@ -221,6 +221,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.most_seqs = 3
         self.too_large: str | None = None
+        self.launched = False
 
     def _run_out_of_memory(self, batch: StepBatch) -> None:
         if len(batch.seq_lens) > self.most_seqs or self.too_large in current_requests():
@@ -252,6 +253,18 @@ class EngineMachine(RuleBasedStateMachine):
         self._step()
 
     @rule()
+    def launch(self) -> None:
+        """What comes until the next step happens while this one is computed."""
+        if not self.launched:
+            self.engine.core.launch()
+            self.launched = True
+
+    @rule()
+    def lose_the_launched_step(self) -> None:
+        self.engine.core.settle()
+        self.launched = False
+
+    @rule()
     def step_that_fits_one_sequence(self) -> None:
         self.most_seqs = 1
         self._step()
@@ -264,7 +277,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.too_large = None
 
     def _step(self) -> None:
-        for update in self.engine.core.step().updates:
+        outputs = self.engine.core.collect() if self.launched else self.engine.core.step()
+        self.launched = False
+        for update in outputs.updates:
             self.updates.setdefault(update.request_id, []).append(update)
 
     @invariant()

@@ -60,6 +60,7 @@ class CpuBackend:
 
     name = "cpu"
     activation_dtype = DType.FLOAT32
+    runs_ahead = False
 
     def __init__(self, memory: MemoryResource, *, threads: int | None = None) -> None:
         limit_spinning()

@@ -39,7 +39,7 @@ from engine.memory.scope import allocation_helper, memory_scope
 if TYPE_CHECKING:
     from cuda.core import MemoryResource
 
-    from engine.sampler import SampledTokens, SamplingRow
+    from engine.sampler import PendingTokens, SamplingRow
 
 _MODULES = (
     "elementwise",
@@ -117,6 +117,11 @@ class CudaBackend:
         self._workspace: list[CudaTensor] = []
         for module in _MODULES:
             self.device.load(module)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Steps are launched as a whole. Launching kernel by kernel takes as long as a small step."""
+        return self._graphs.enabled
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -297,8 +302,8 @@ class CudaBackend:
         assert isinstance(inputs, inputs_module.CudaStepInputs)
         self._attention(qkv, inputs, kv, spec, out)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
-        """Choose a token for each row of `logits`. Waits for the device."""
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
+        """Choose a token for each row of `logits`."""
         return self._sampling(logits, rows)
 
     def synchronize(self) -> None:

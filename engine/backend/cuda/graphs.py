@@ -93,7 +93,8 @@ class StepGraphs:
 
     def __init__(self, device: CudaDevice, *, enabled: bool) -> None:
         self._device = device
-        self._enabled = enabled
+        self.enabled = enabled
+        """decode steps are captured and launched whole"""
         self._sizes: list[int] = []
         self._longest = 0
         self._forward: Forward | None = None
@@ -113,7 +114,7 @@ class StepGraphs:
     def bucket_of(self, batch: StepBatch) -> DecodeBucket | None:
         """Where the step belongs; None if it must run kernel by kernel."""
         sequences = len(batch.seq_lens)
-        if not self._enabled or not len(batch.token_ids) == len(batch.logits_rows) == sequences > 0:
+        if not self.enabled or not len(batch.token_ids) == len(batch.logits_rows) == sequences > 0:
             return None
         # As many tokens as sequences, each of which has one at least.
         place = bisect_left(self._sizes, sequences)
@@ -122,7 +123,7 @@ class StepGraphs:
 
     def run(self, forward: Forward, inputs: StepInputs, bucket: DecodeBucket | None) -> Tensor:
         """What `forward` returns for `inputs`, which are padded to `bucket` and lie where all of it do."""
-        if bucket is None or not self._enabled:
+        if bucket is None or not self.enabled:
             return forward(inputs)
         if forward is not self._forward:
             self.close()
@@ -145,7 +146,7 @@ class StepGraphs:
         except DeviceError as error:
             if not is_out_of_memory(error):
                 raise
-            self._enabled = False
+            self.enabled = False
             _log.warning(
                 "no memory for the graph of a step of %d sequences: steps run kernel by kernel from here on "
                 "(a smaller --gpu-memory-utilization leaves room for graphs)",

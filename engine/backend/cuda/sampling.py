@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from engine.backend.cuda.device import CudaDevice
 from engine.backend.cuda.staging import PinnedBuffer
 from engine.backend.cuda.tensor import CudaTensor, address_of
 from engine.backend.protocol import Tensor
-from engine.sampler import SampledTokens, SamplingRow, sample
+from engine.sampler import PendingTokens, SampledTokens, SamplingRow, sample
 
 _THREADS = 1024
 _PACK = struct.Struct("=QQfffiii")
@@ -32,6 +32,13 @@ def on_device(row: SamplingRow) -> bool:
     return not row.adjusts_logits and row.num_logprobs is None and row.target_token_id is None
 
 
+class _DeviceTokens:
+    """What the sampling kernel chooses. A `PendingTokens`."""
+
+    def __init__(self, wait: Callable[[], SampledTokens]) -> None:
+        self.wait = wait
+
+
 class SamplingOperation:
     """Chooses tokens."""
 
@@ -45,25 +52,16 @@ class SamplingOperation:
         """`row_bytes` of memory on the device, and as much pinned on the host."""
         self._io, self._pinned, self._max_rows = io, pinned, max_rows
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
         if logits.shape[0] != len(rows):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
         fits = logits.shape[1] <= _LARGEST_VOCABULARY
         device_rows = [index for index, row in enumerate(rows) if fits and on_device(row)]
-        chosen = self._choose(logits, rows, device_rows)
-        if len(device_rows) == len(rows):
-            return SampledTokens(chosen, [None] * len(rows))
-        result = SampledTokens(np.empty(len(rows), np.int32), [None] * len(rows))
-        result.token_ids[device_rows] = chosen
-        others = sorted(set(range(len(rows))) - set(device_rows))
-        host = sample(self._rows_on_host(logits, others), [rows[index] for index in others])
-        for place, index in enumerate(others):
-            result.token_ids[index] = host.token_ids[place]
-            result.logprobs[index] = host.logprobs[place]
-        return result
+        results = self._choose(logits, rows, device_rows)
+        return _DeviceTokens(lambda: self._wait(logits, rows, device_rows, results))
 
     def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> np.ndarray:
-        """int32, the tokens of the rows `indices`. Waits for the device."""
+        """int32, where the tokens of the rows `indices` will be."""
         count = len(indices)
         if count == 0:
             return np.empty(0, np.int32)
@@ -84,8 +82,22 @@ class SamplingOperation:
             self._io.address + results,
         )
         self._device.copy_to_host(self._pinned.address + results, self._io.address + results, count * 4)
+        return self._pinned.array[results : results + count * 4].view(np.int32)
+
+    def _wait(
+        self, logits: Tensor, rows: Sequence[SamplingRow], device_rows: list[int], results: np.ndarray
+    ) -> SampledTokens:
         self._device.synchronize()
-        return self._pinned.array[results : results + count * 4].view(np.int32).copy()
+        if len(device_rows) == len(rows):
+            return SampledTokens(results.copy(), [None] * len(rows))
+        tokens = SampledTokens(np.empty(len(rows), np.int32), [None] * len(rows))
+        tokens.token_ids[device_rows] = results
+        others = sorted(set(range(len(rows))) - set(device_rows))
+        host = sample(self._rows_on_host(logits, others), [rows[index] for index in others])
+        for place, index in enumerate(others):
+            tokens.token_ids[index] = host.token_ids[place]
+            tokens.logprobs[index] = host.logprobs[place]
+        return tokens
 
     def _rows_on_host(self, logits: Tensor, indices: list[int]) -> np.ndarray:
         vocabulary = logits.shape[1]

@@ -534,7 +534,7 @@ def test_the_device_chooses_what_the_host_does(
     logits[2, 1] = np.inf
     logits[3] = -np.inf
     logits[4, 1:] = -np.inf
-    found = arena.backend.sample(arena.f32(logits), rows)
+    found = arena.backend.sample(arena.f32(logits), rows).wait()
     expected = sample(logits, rows)
     np.testing.assert_array_equal(found.token_ids[1:4], INVALID_TOKEN)
     assert found.token_ids[4] == 0
@@ -550,5 +550,5 @@ def test_the_choice_follows_the_probabilities(arena: Arena, rng: np.random.Gener
     counts = np.zeros(4)
     for trial in range(100):
         rows = [row(trial * 64 + i) for i in range(64)]
-        counts += np.bincount(arena.backend.sample(device_logits, rows).token_ids, minlength=4)
+        counts += np.bincount(arena.backend.sample(device_logits, rows).wait().token_ids, minlength=4)
     assert np.abs(counts / counts.sum() - [0.5, 0.3, 0.15, 0.05]).max() < 0.02
