@@ -6,7 +6,10 @@
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-# "cuda": the driver's bindings and NVRTC, for NVIDIA GPUs. Empty: the CPU device only.
+# Extras of pyproject.toml, with commas between. Empty: the CPU device only.
+# "cuda": NVRTC, for NVIDIA GPUs.
+# "observe": CUPTI beside it, for VT_CUDA_ALLOC_OBSERVE.
+# "export": what vtserve trace export writes for Perfetto and pprof.
 ARG EXTRAS=
 RUN python3 -m venv /opt/vtserve
 WORKDIR /src
@@ -23,12 +26,16 @@ RUN /opt/vtserve/bin/pip install --no-cache-dir --no-deps . \
     && find /opt/vtserve -name '*.pyc' -delete
 
 FROM ${PYTHON_IMAGE}
-# numba's threads run on it; no image of Python has it.
+# numba's threads run on it; no image of Python has it. PYTHON_IMAGE decides the distribution and its version of it:
+# a version given here would be gone from the archive with the next security update.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libgomp1 \
     && rm -rf /var/lib/apt/lists/*
-RUN useradd --uid 10001 --create-home --home-dir /home/vtserve vtserve \
-    && install --directory --owner=vtserve --group=vtserve /cache
+# Numbers, as Kubernetes' runAsNonRoot takes no name for granted, and volumes are owned by numbers.
+RUN groupadd --gid 10001 vtserve \
+    && useradd --uid 10001 --gid 10001 --create-home --home-dir /home/vtserve vtserve \
+    && install --directory --owner=10001 --group=10001 /cache
 COPY --from=build /opt/vtserve /opt/vtserve
 ENV PATH=/opt/vtserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -36,7 +43,7 @@ ENV PATH=/opt/vtserve/bin:$PATH \
     HF_HOME=/cache/huggingface \
     NUMBA_CACHE_DIR=/cache/numba \
     XDG_STATE_HOME=/cache/state
-USER vtserve
+USER 10001:10001
 WORKDIR /home/vtserve
 VOLUME /cache
 EXPOSE 8000

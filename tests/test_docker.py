@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from app.cli.serve import serve
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = (ROOT / "compose.yaml").read_text()
 GUIDE = (ROOT / "docs" / "DOCKER.md").read_text()
 
@@ -78,3 +80,52 @@ def test_the_guide_publishes_a_port_to_the_network_with_a_key_only() -> None:
         words = command.replace("\\\n", " ").split()
         if "serve" in words:
             assert set(flags_of(words[words.index("serve") :])) <= KNOWN_FLAGS
+
+
+def ignored(path: str) -> bool:
+    """Whether .dockerignore leaves `path` out of what is sent: the last pattern that matches decides."""
+    parts = path.split("/")
+    parents = ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    out = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = re.escape(line.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(pattern, parent) for parent in parents):
+            out = not line.startswith("!")
+    return out
+
+
+def test_what_the_image_copies_is_sent_to_the_build() -> None:
+    copies = re.findall(r"^COPY ((?!--from)(?:\S+ )+)\S+$", DOCKERFILE, re.MULTILINE)
+    sources = [ROOT / source for copy in copies for source in copy.split()]
+    assert {ROOT / "app", ROOT / "engine", ROOT / "pyproject.toml"} <= set(sources)
+    for source in sources:
+        files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+        assert files, f"{source} is not there"
+        for file in files:
+            if "__pycache__" not in file.parts:
+                assert not ignored(file.relative_to(ROOT).as_posix()), file
+    assert ignored("tests/test_docker.py")
+    assert ignored(".git/config")
+    assert ignored("app/__pycache__/cli.cpython-312.pyc")
+
+
+def test_the_user_is_a_number_and_the_same_everywhere() -> None:
+    """Kubernetes' ``runAsNonRoot`` believes numbers only, and volumes are owned by numbers."""
+    [(user, group)] = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
+    assert len(re.findall(r"^USER", DOCKERFILE, re.MULTILINE)) == 1
+    assert f"groupadd --gid {group} " in DOCKERFILE
+    assert f"useradd --uid {user} --gid {group} " in DOCKERFILE
+    assert f"--owner={user} --group={group} /cache" in DOCKERFILE
+    assert f"{user}:{group}" in GUIDE
+
+
+def test_build_extras_are_those_of_the_project() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    comment = re.search(r"((?:^#.*\n)+)ARG EXTRAS=$", DOCKERFILE, re.MULTILINE)
+    assert comment is not None
+    named = set(re.findall(r'"(\w+)":', comment.group(1)))
+    assert named == set(extras) - {"test", "browser", "dev"}
+    for given in re.findall(r"EXTRAS[=:] ?([\w,]+)", DOCKERFILE + COMPOSE + GUIDE):
+        assert set(given.split(",")) <= named
