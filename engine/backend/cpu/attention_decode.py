@@ -14,7 +14,7 @@ from numpy import float32
 
 from engine.backend.cpu.attention_past import Past, first_visible
 from engine.backend.cpu.exponential import exp
-from engine.backend.cpu.jit import CONTRACT, kernel
+from engine.backend.cpu.jit import kernel
 from engine.backend.cpu.reductions import exponentials, largest
 from engine.backend.cpu.register_tiles import store_tile
 from engine.backend.cpu.registers import (
@@ -181,7 +181,7 @@ def attend_chunk(
     sum_values(weights, past.values, slots, count, partial)
 
 
-@kernel(fastmath=CONTRACT)
+@kernel()
 def merge(state: np.ndarray, partial: np.ndarray) -> None:
     """Take the next chunk's `partial` into `state`."""
     heads, width = state.shape

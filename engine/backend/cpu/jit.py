@@ -20,16 +20,18 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
-__all__ = ["CONTRACT", "REASSOCIATE", "kernel"]
+__all__ = ["CONTRACT", "kernel"]
 
 _log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parent
 
 CONTRACT = frozenset({"contract"})
-"""``a * b + c`` may become one fused operation. NaN, infinities and the order stay as written."""
+"""``a * b + c`` may become one fused operation. NaN, infinities and the order stay as written.
 
-REASSOCIATE = frozenset({"contract", "nsz", "reassoc"})
-"""Sums may be computed in any order, which is what lets a reduction use vector registers."""
+Not for ``a * b + c * d``: which product is fused is the compiler's choice, and may differ between the kernels
+that a function is inlined into. Nor may sums be reordered anywhere, for the same reason: one thread and many
+give the same bits.
+"""
 
 
 def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -41,7 +43,7 @@ def kernel(*, parallel: bool = False, fastmath: Iterable[str] = ()) -> Callable[
         ``prange`` loops run on numba's threads. They must not be nested: not every threading layer can do
         that.
     fastmath
-        LLVM's fast-math flags: `CONTRACT`, `REASSOCIATE` or nothing.
+        LLVM's fast-math flags: `CONTRACT` or nothing.
     """
 
     def compile_function(function: Callable[..., Any]) -> Any:

@@ -8,18 +8,16 @@ import numpy as np
 from numba import prange
 from numpy import float32
 
-from engine.backend.cpu.jit import REASSOCIATE, kernel
+from engine.backend.cpu.jit import kernel
+from engine.backend.cpu.reductions import sum_of_squares
 
 __all__ = ["add_rms_norm", "add_rms_norm_parallel", "rms_norm"]
 
 
-@kernel(fastmath=REASSOCIATE)
+@kernel()
 def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     """One row: ``out = x / sqrt(mean(x²) + eps) * weight``. `out` may be `x`."""
-    squares = float32(0.0)
-    for i in range(x.size):
-        squares += x[i] * x[i]
-    factor = float32(1.0) / math.sqrt(squares / float32(x.size) + float32(eps))
+    factor = float32(1.0) / math.sqrt(sum_of_squares(x) / float32(x.size) + float32(eps))
     for i in range(x.size):
         out[i] = x[i] * factor * weight[i]
 

@@ -1,4 +1,8 @@
-"""Reductions over one row of scores."""
+"""Reductions over one row.
+
+Their order is written down, in vector registers. Left to the compiler, it may differ between the kernels that
+a reduction is inlined into, and with it a token's last bits between one thread and many.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import numpy as np
 from numpy import float32, int32
 
 from engine.backend.cpu.exponential import exp
-from engine.backend.cpu.jit import REASSOCIATE, kernel
+from engine.backend.cpu.jit import CONTRACT, kernel
+from engine.backend.cpu.registers import LANES, add, load, load_first, multiply_add, total, zero
 
-__all__ = ["exponentials", "largest"]
+__all__ = ["exponentials", "largest", "sum_of_squares"]
 
 
 @kernel()
@@ -26,12 +31,31 @@ def largest(values: np.ndarray) -> float32:
     return int32(peak ^ int32(int32(peak >> 31) & 0x7FFF_FFFF)).view(float32)
 
 
-@kernel(fastmath=REASSOCIATE)
+@kernel()
+def sum_of_squares(values: np.ndarray) -> float32:
+    """Of float32 `values`, lane by lane, then across the lanes."""
+    sums = zero()
+    whole = values.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        register = load(values, i)
+        sums = multiply_add(register, register, sums)
+    if whole < values.size:
+        register = load_first(values, whole, values.size - whole)
+        sums = multiply_add(register, register, sums)
+    result: float32 = total(sums)
+    return result
+
+
+@kernel(fastmath=CONTRACT)
 def exponentials(values: np.ndarray, peak: float32) -> float32:
     """``values = exp(values - peak)`` in place, for values up to `peak`; returns their sum. NaN stays NaN."""
-    total = float32(0.0)
     for i in range(values.size):
-        weight = exp(values[i] - peak)
-        values[i] = weight
-        total += weight
-    return total
+        values[i] = exp(values[i] - peak)
+    sums = zero()
+    whole = values.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        sums = add(sums, load(values, i))
+    if whole < values.size:
+        sums = add(sums, load_first(values, whole, values.size - whole))
+    result: float32 = total(sums)
+    return result

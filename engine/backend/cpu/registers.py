@@ -45,6 +45,7 @@ __all__ = [
     "accumulate_broadcast",
     "accumulate_first",
     "accumulate_rows",
+    "add",
     "decode_e2m1",
     "load",
     "load_first",
@@ -58,6 +59,7 @@ __all__ = [
     "store_quads",
     "store_tokens",
     "sum_lanes",
+    "total",
     "zero",
     "zeros",
 ]
@@ -296,6 +298,12 @@ def multiply(typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def add(typing: Any, a: Any, b: Any) -> Any:
+    """``a + b``"""
+    return FLOAT_REGISTER(a, b), lambda context, builder, signature, arguments: builder.fadd(*arguments)
+
+
+@intrinsic
 def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c``, rounded once where the machine can."""
     return FLOAT_REGISTER(a, b, c), lambda context, builder, signature, arguments: fused(builder, *arguments)
@@ -374,15 +382,30 @@ def sum_lanes(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         tokens = range(len(signature.args[0]))
-        level = [builder.extract_value(sums, t) for t in tokens for sums in arguments]
-        even, odd = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
-        for _ in range(LANES.bit_length() - 1):
-            if len(level) % 2:
-                level.append(level[-1])
-            level = [
-                builder.fadd(shuffle(builder, left, right, even), shuffle(builder, left, right, odd))
-                for left, right in zip(level[::2], level[1::2], strict=True)
-            ]
-        return level[0]
+        return _lane_sums(builder, [builder.extract_value(sums, t) for t in tokens for sums in arguments])
 
     return FLOAT_REGISTER(a, b, c, d), generate
+
+
+@intrinsic
+def total(typing: Any, register: Any) -> Any:
+    """The sum of the lanes, added as `sum_lanes` adds them: float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.extract_element(_lane_sums(builder, list(arguments)), ir.Constant(WORD, 0))
+
+    return types.float32(register), generate
+
+
+def _lane_sums(builder: Any, registers: list[Any]) -> Any:
+    """A register of the sums of the lanes of up to 16 registers."""
+    level = registers
+    even, odd = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
+    for _ in range(LANES.bit_length() - 1):
+        if len(level) % 2:
+            level.append(level[-1])
+        level = [
+            builder.fadd(shuffle(builder, left, right, even), shuffle(builder, left, right, odd))
+            for left, right in zip(level[::2], level[1::2], strict=True)
+        ]
+    return level[0]

@@ -9,13 +9,13 @@ from numba import prange
 from numpy import float32
 
 from engine.backend.cpu.cache_elements import store_row
-from engine.backend.cpu.jit import CONTRACT, kernel
+from engine.backend.cpu.jit import kernel
 from engine.backend.cpu.norm import normalise
 
 __all__ = ["rope_and_store_kv", "rope_and_store_kv_parallel"]
 
 
-@kernel(fastmath=CONTRACT)
+@kernel()
 def rotate(x: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> None:
     """Turn the pairs (x[i], x[i + D/2]) of one head, in place. x [D], cosine and sine [D/2]."""
     half = x.size // 2
