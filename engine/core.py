@@ -12,7 +12,8 @@ import numpy as np
 
 from engine.config import EngineLimits
 from engine.errors import EngineDeadError, RequestError
-from engine.failure import FailureRecord, FailureReporter, RequestRecord, StepRecord
+from engine.failure import FailureReporter
+from engine.failure_record import FailureRecord, RequestRecord, StepRecord
 from engine.memory.errors import OutOfMemoryError
 from engine.messages import (
     Abort,

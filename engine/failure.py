@@ -37,14 +37,7 @@ from engine.levers import Lever, describe_levers
 from engine.memory.errors import AllocationError, AllocationRequest
 from engine.memory.house import MemoryHouse
 
-__all__ = [
-    "FailureRecord",
-    "FailureReporter",
-    "RequestRecord",
-    "StepRecord",
-    "failure_directory",
-    "summarize_error",
-]
+__all__ = ["FailureReporter", "failure_directory", "summarize_error"]
 
 _TRACE_LINES = 200
 

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import VtserveError
 
 if TYPE_CHECKING:
-    from engine.failure import FailureRecord
+    from engine.failure_record import FailureRecord
     from engine.planning.plan import LoadPlan
 
 __all__ = ["plan_flags", "refuse_what_does_not_fit"]
