@@ -140,7 +140,6 @@ class Engine:
         assert len(deltas) == expected
         return middle - begin, end - middle
 
-
     def idle_in(self, steps: int, expected: int) -> float:
         """Seconds a step in which the device has nothing to do; text is made while it computes."""
         self.core.launch()
