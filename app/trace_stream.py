@@ -170,16 +170,17 @@ class TraceStream:
         try:
             with FlightRecorderReader(path) as reader:
                 created = reader.header.created_wall_ns
-                begin = 0
+                begin, lost = 0, list[TraceEvent]()
                 if start is None:
                     begin = max(reader.newest - last + 1, 0)
-                elif start.created == created:
-                    begin = start.record + 1
-                else:
+                elif start.created != created:
                     pieces.append(_rest_of_previous(path, start))
+                else:
+                    place, lost = _place(reader, start)
+                    begin = place + 1
                 cursor = TraceCursor(reader, begin)
                 piece = cursor.advance()
-                found = list(piece.events())
+                found = [*lost, *piece.events()]
                 follower.created, follower.newest = created, cursor.newest
                 follower.running = set(cursor.open)
                 begins = start is not None and start.created != created
@@ -277,11 +278,22 @@ def _rest_of_previous(path: Path, start: Position) -> Piece:
     try:
         with FlightRecorderReader(previous) as reader:
             if reader.header.created_wall_ns == start.created:
-                piece = reader.read(start.record + 1)
-                found = list(piece.events())
-                last = found[-1].index if found else start.record
+                place, ahead = _place(reader, start)
+                found = [*ahead, *reader.read(place + 1).events()]
+                last = found[-1].index if found else place
                 return Piece(found, reader.header.device, start.created, last)
     except TraceFileError:
         pass
     lost = gap(0, "the trace that was being read is gone: the engine was started again")
     return Piece([lost], "host", start.created, start.record)
+
+
+def _place(reader: FlightRecorderReader, start: Position) -> tuple[int, list[TraceEvent]]:
+    """The record to go on after, and a gap if the trace has not come to `start`.
+
+    Taken at its word, such a place would hide every record up to there.
+    """
+    if start.record <= reader.newest:
+        return start.record, []
+    text = f"there is no record {start.record} in this trace; it follows from its beginning"
+    return 0, [gap(0, text)]

@@ -271,6 +271,32 @@ async def test_what_was_overwritten_is_a_gap(http: httpx.AsyncClient, writer: Wr
     assert parse_events([*taken, ""])[0]["event"] == "gap"
 
 
+@pytest.mark.parametrize("traces", [1, 2])
+async def test_a_place_that_the_trace_has_not_reached_hides_nothing(
+    http: httpx.AsyncClient, writer: Writer, traces: int
+) -> None:
+    writer.do(2)
+    async with http.stream("GET", "/debug/alloc", headers=SSE) as response:
+        taken = await take(response.aiter_lines(), lambda line: '"sequence":2' in line)
+    created = parse_events([*taken, ""])[-1]["id"].partition("-")[0]
+    if traces == 2:
+        writer.do("new", 2)
+    headers = {**SSE, "last-event-id": f"{created}-1000"}
+    with anyio.fail_after(10):
+        async with http.stream("GET", "/debug/alloc", headers=headers) as response:
+            lines = response.aiter_lines()
+            taken = []
+            for _ in range(traces):
+                taken += await take(lines, lambda line: '"sequence":2' in line)
+            writer.do(2)
+            taken += await take(lines, lambda line: '"sequence":4' in line)
+    gap, *events = parse_events([*taken, ""])
+    assert gap["event"] == "gap"
+    assert "record 1000" in gap["data"]["text"]
+    sequences = [event["data"]["sequence"] for event in events if "event" not in event]
+    assert sequences == [*([1, 2] * traces), 3, 4]
+
+
 async def test_another_engines_trace_goes_on_in_the_same_stream(
     http: httpx.AsyncClient, writer: Writer
 ) -> None:
