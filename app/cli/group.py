@@ -14,6 +14,7 @@ status  meaning
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -27,6 +28,7 @@ import click
 from engine.errors import ConfigurationError, VtserveError
 
 _DEBUG = "vtserve.debug"
+_NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
 INTERRUPTED = 130
 READER_GONE = 141
 
@@ -75,6 +77,7 @@ class CommandGroup(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            replace_closed_streams()
             return super().main(*args, **kwargs)
         except KeyboardInterrupt:  # while click does not look: completing a word, or on the way out
             sys.exit(INTERRUPTED)
@@ -86,6 +89,11 @@ class CommandGroup(click.Group):
             raise click.exceptions.Exit(INTERRUPTED) from None
         except click.UsageError as error:
             raise in_one_line(error) from None
+        except BrokenPipeError:
+            discard_output()
+            raise click.exceptions.Exit(READER_GONE) from None
+        except OSError as error:  # a help text or the version has no place
+            fail(error)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -102,8 +110,7 @@ class CommandGroup(click.Group):
                 traceback.print_exc()
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
-            # What is still buffered has no reader: without this the interpreter would complain at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             ctx.exit(READER_GONE)
         except Exception as error:
             if ctx.meta.get(_DEBUG):
@@ -137,6 +144,24 @@ def debug_option() -> click.Option:
     )
 
 
+def replace_closed_streams() -> None:
+    """Open what was closed before the start (``>&-``), or the next file opened would get what is printed.
+
+    Input ends at once, messages are lost; standard output fails as a full disk does, so that nobody takes
+    what was written nowhere for done.
+    """
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            descriptor = os.open(os.devnull, flags)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+def discard_output() -> None:
+    """Send what is still buffered nowhere: without this the interpreter would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def use_utf8() -> None:
     """Write UTF-8 whatever the locale says: a model's text does not fit Latin-1, and JSON is UTF-8."""
     for stream in (sys.stdout, sys.stderr):
@@ -158,6 +183,9 @@ def fail(error: Exception) -> NoReturn:
         message = str(error)
     elif isinstance(error, OSError) and error.strerror:
         named = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        if not named and error.errno in _NOT_WRITTEN:  # whoever writes a file names it
+            named = ["standard output"]
+            discard_output()
         message = ": ".join([*named, error.strerror])
     elif isinstance(error, MemoryError) or "failed to map segment" in str(error):
         said = f" ({error})" if str(error) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -23,7 +24,7 @@ def output_file(path: Path | None) -> Iterator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     if path.exists() and not path.is_file():  # a pipe, /dev/null
-        with path.open("wb") as stream:
+        with _named(path), path.open("wb") as stream:
             yield stream
         return
     try:
@@ -31,7 +32,7 @@ def output_file(path: Path | None) -> Iterator[BinaryIO]:
     except OSError as error:
         raise ConfigurationError(f"--out {path}: {error.strerror}") from error
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with _named(path), os.fdopen(handle, "wb") as stream:
             yield stream
             mask = os.umask(0)
             os.umask(mask)
@@ -40,4 +41,15 @@ def output_file(path: Path | None) -> Iterator[BinaryIO]:
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have what cannot be written there say so: a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise

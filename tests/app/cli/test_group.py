@@ -156,6 +156,48 @@ def test_closed_reader_is_quiet() -> None:
     assert process.returncode == 141
 
 
+@click.command()
+def read_all() -> None:
+    click.echo(repr(sys.stdin.buffer.read()))
+
+
+@click.command()
+def complain() -> None:
+    click.echo("a word", err=True)
+
+
+STREAMS = """
+import sys
+from tests.app.cli.test_group import main, CommandGroup, LazyCommand
+names = {"flood": "flood", "read": "read_all", "complain": "complain"}
+commands = {name: LazyCommand(f"tests.app.cli.test_group:{target}", "") for name, target in names.items()}
+(main if "--version" in sys.argv else CommandGroup(name="g", lazy_commands=commands))(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "argument", "status", "output", "error"),
+    [
+        (">/dev/full", "flood", 1, "", "Error: standard output: No space left on device\n"),
+        (">/dev/full", "--help", 1, "", "Error: standard output: No space left on device\n"),
+        (">/dev/full", "--version", 1, "", "Error: standard output: No space left on device\n"),
+        (">&-", "flood", 1, "", "Error: standard output: Bad file descriptor\n"),
+        (">&-", "--help", 1, "", "Error: standard output: Bad file descriptor\n"),
+        (">&-", "complain", 0, "", "a word\n"),
+        ("2>&-", "complain", 0, "", ""),
+        ("<&-", "read", 0, "b''\n", ""),
+        ("<&- 2>&-", "read", 0, "b''\n", ""),
+        ("<&- >&- 2>&-", "complain", 0, "", ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(
+    redirection: str, argument: str, status: int, output: str, error: str
+) -> None:
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", STREAMS, argument]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == (output, error, status)
+
+
 def python(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)

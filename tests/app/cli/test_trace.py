@@ -299,6 +299,11 @@ def test_pipes_are_read(loaded: SimpleNamespace, source: str) -> None:
         assert json.loads(piped(lines, "summary", "--json"))["peak"] == loaded.peak
 
 
+def test_a_full_disk_is_named_by_its_file(loaded: SimpleNamespace) -> None:
+    result = run("export", "--format", "ndjson", "--out", "/dev/full", loaded.path)
+    assert (result.exit_code, result.stderr) == (1, "Error: /dev/full: No space left on device\n")
+
+
 def test_closed_reader_is_quiet(make_trace: Callable[..., TraceMaker]) -> None:
     maker = make_trace()
     for number in range(2000):
