@@ -77,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.model or not isinstance(self.model, str):
             raise ConfigurationError("--model: expected a directory or a Hugging Face id")
+        for name in ("model", "failure_dir"):
+            _check_text(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -204,3 +206,9 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigurationError(f"{flag_name(name)} {value!r}: expected a whole number from {low} to {high}")
+
+
+def _check_text(name: str, value: str | None) -> None:
+    """Refuse a path that neither JSON nor the libraries that read a model can write."""
+    if value is not None and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ConfigurationError(f"{flag_name(name)} {value!r}: expected a path in UTF-8")

@@ -154,7 +154,7 @@ class FailureReporter:
     def write(self, record: FailureRecord) -> None:
         """Write `record`, and nothing else; says so on stderr if that fails. Never raises."""
         path = self.directory / f"{record.id}.json"
-        record.path = str(path)
+        record.path = os.fsencode(path).decode("utf-8", "backslashreplace")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=2))

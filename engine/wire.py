@@ -9,6 +9,7 @@ Into the engine go `StartEngine` once, then what `engine.messages` calls `Engine
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -103,13 +104,13 @@ T = TypeVar("T")
 
 def _encode_other(value: object) -> object:
     if isinstance(value, Path):
-        return str(value)
+        return os.fsencode(value)  # it need not be text
     raise NotImplementedError(f"{type(value).__name__} is not sent")
 
 
 def _decode_other(kind: type, value: Any) -> Any:
     if issubclass(kind, Path):
-        return Path(value)
+        return Path(os.fsdecode(value))
     raise NotImplementedError(f"{kind.__name__} is not received")
 
 

@@ -13,6 +13,8 @@ from engine.errors import ConfigurationError
     ("field", "value", "expected"),
     [
         ("model", "", "--model: expected a directory"),
+        ("model", "m\udcff", r"--model 'm\udcff': expected a path in UTF-8"),
+        ("failure_dir", "f\udcff", r"--failure-dir 'f\udcff': expected a path in UTF-8"),
         ("device", "tpu", "--device 'tpu': expected one of auto, cpu, cuda"),
         ("kv_cache_dtype", "int4", "--kv-cache-dtype 'int4': expected one of auto, fp8"),
         ("kv_cache_memory", 0, "--kv-cache-memory 0: expected a whole number from 1"),

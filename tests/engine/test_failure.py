@@ -127,6 +127,13 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_that_is_not_utf8_has_its_records(tmp_path: Path) -> None:
+    record = reporter_in(tmp_path / "f\udcff").report(RuntimeError("x"), doing="loading m", fatal=True)
+    assert record.path == rf"{tmp_path}/f\xff/{record.id}.json"
+    [written] = (tmp_path / "f\udcff").iterdir()
+    assert read_failure(written) == record
+
+
 def test_a_closed_stderr_does_not_stop_the_record(tmp_path: Path) -> None:
     reporter = reporter_in(tmp_path)
     reporter.output.close()

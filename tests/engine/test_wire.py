@@ -95,6 +95,12 @@ def test_messages_arrive_as_they_were_sent(tmp_path: Path) -> None:
     assert list(from_engine().feed(b"".join(map(encode_frame, sent)))) == sent
 
 
+def test_a_path_need_not_be_utf8() -> None:
+    trace = TraceSettings(trace=True, file=Path("t\udcff"))
+    message = StartEngine(EngineConfig(model="m"), trace, 30)
+    assert list(to_engine().feed(encode_frame(message))) == [message]
+
+
 @given(data=st.data())
 def test_however_they_are_cut(data: st.DataObject) -> None:
     stream = b"".join(map(encode_frame, INTO))
