@@ -125,12 +125,18 @@ def check_writable(file: Path) -> None:
 
 
 def write_result(measured: Measured, *, detailed: bool, as_json: bool, file: Path | None) -> None:
-    """Write the figures to standard output, and as JSON to `file`."""
+    """Write the figures to standard output, and as JSON to `file`; to the one where the other fails, too."""
     figures = measured.figures(detailed=detailed)
     document = json.dumps(figures, indent=1, ensure_ascii=False)
+    failed = None
     if file is not None:
-        file.write_text(document + "\n", encoding="utf-8")
+        try:
+            file.write_text(document + "\n", encoding="utf-8")
+        except OSError as error:  # a full disk names no file
+            failed = OSError(error.errno, error.strerror, str(file))
     click.echo(document if as_json else "\n".join(report_lines(figures)))
+    if failed is not None:
+        raise failed
 
 
 class RequestBar:

@@ -151,6 +151,15 @@ def test_a_flag_that_cannot_be_used_is_named(flags: list[str], expected: str) ->
     assert expected in error
 
 
+def test_a_full_disk_does_not_lose_the_figures() -> None:
+    with hostile_server(GOOD) as server:
+        done = run("--base-url", server.url, "--model", "m", "--dataset-path", "-", "--num-prompts", "1",
+                   "--result-filename", "/dev/full", said="one\n")  # fmt: skip
+    assert done.returncode == 1
+    assert "1 requests completed" in done.stdout
+    assert done.stderr.splitlines()[-1] == "Error: /dev/full: No space left on device"
+
+
 def test_ctrl_c_tells_of_what_was_done() -> None:
     flags = ["--model", "m", "--dataset-path", "-", "--num-prompts", "50", "--max-concurrency", "1"]
     with hostile_server(b"", hang=60, first=[GOOD] * 5) as server:
