@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -166,6 +167,8 @@ def install_error_handlers(app: FastAPI) -> None:
         message = error.detail
         if message == HTTPStatus(error.status_code).phrase:
             message = f"{request.method} {request.url.path}: {message.lower()}"
+        elif error.status_code == 400 and (unread := _unread_body(error.__cause__)):
+            message = f"the body: {unread}"
         headers = error.headers or {}
         return ApiError(error.status_code, public_text(message), headers=headers).response()
 
@@ -181,6 +184,18 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(Exception, unknown)
+
+
+def _unread_body(cause: BaseException | None) -> str | None:
+    """Why FastAPI could not parse a body, for which it has one sentence. None: that is not what happened."""
+    match cause:
+        case RecursionError():
+            return "nested too deep"
+        case UnicodeDecodeError():
+            return f"not {cause.encoding.upper()}: {cause.reason} at byte {cause.start}"
+        case ValueError():  # all that is left to json
+            return f"a number of over {sys.get_int_max_str_digits()} digits"
+    return None
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:

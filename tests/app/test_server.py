@@ -83,6 +83,21 @@ async def test_what_is_no_request_is_said_so(
     assert response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "a number of over 4300 digits"),
+        (b"[" * 60_000, "nested too deep"),
+        (b'{"prompt": "\xff"}', "not UTF-8: invalid start byte at byte 12"),
+    ],
+)
+async def test_a_body_that_cannot_be_parsed_says_why(
+    http: httpx.AsyncClient, content: bytes, expected: str
+) -> None:
+    response = await http.post("/v1/completions", content=content, headers=JSON)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, f"the body: {expected}")
+
+
 async def test_no_such_path_and_method(http: httpx.AsyncClient) -> None:
     missing = await http.get("/v2/nothing")
     assert missing.status_code == 404
