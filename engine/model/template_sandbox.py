@@ -4,10 +4,9 @@ grow without bound.
 jinja2's sandbox keeps a template from Python's internals, and ``range`` from more than 100,000 numbers.
 Looked at here is what it lets pass: how many turns loops take and how many calls there are (so macros and
 recursive loops end that call themselves), how much is printed, and how large a value is before an operator,
-a filter or a method makes text of it or repeats it.
+a filter or a method makes text of it or repeats it, or something is compared with it (``in``, ``==``).
 
-Not covered: a template may hold as many values of the largest size as its own text has room for, and
-compare such values (``in``, ``==``) as often as it may turn.
+Not covered: a template may hold as many values of the largest size as its own text has room for.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ MAX_STEPS = 4_000_000
 """turns of loops, calls, elements of values that are walked through, and 256 characters that are read"""
 _CALL = 16
 """turns of a loop that take as long as a call"""
+_COPIED = 32_768
+"""characters that are copied while a loop turns"""
 MAX_BITS = 4096
 """of an integer"""
 
@@ -96,6 +97,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         for name, function in self.filters.items():
             self.filters[name] = self._limited(name, function)
         self.filters["_counted"] = self._counted
+        self.filters["_compared"] = self._printed
 
     def render(self, code: CodeType, variables: Mapping[str, Any]) -> str:
         """What a template prints, which any environment of this class compiled."""
@@ -148,10 +150,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The template with what has no other way in: loops, blocks that are assigned, and ``~``."""
+        """The template with what has no other way in: loops, comparisons, assigned blocks, and ``~``."""
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             loop.iter = _filtered(loop.iter, "_counted")
+        for comparison in template.find_all(nodes.Compare):
+            comparison.expr = _filtered(comparison.expr, "_compared")
+            for operand in comparison.ops:
+                operand.expr = _filtered(operand.expr, "_compared")
         for block in template.find_all(nodes.AssignBlock):
             block.filter = _filtered(block.filter, "string")
         for parent in [template, *template.find_all(nodes.Node)]:
@@ -173,6 +179,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                     self._measure(value)
             elif name not in _CONSTANT:
                 self._step(max(map(_size, args)))
+            if name == "wordwrap":  # copies what is left of a long word at each line
+                self._step(len(str(args[1])) ** 2 // _COPIED)
             if name == "format":
                 _check_format(args[0])
             elif name not in ("d", "default"):

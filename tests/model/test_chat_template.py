@@ -224,6 +224,11 @@ DOUBLED = "{{% set ns = namespace(x={0}) %}}{{% for i in range(64) %}}{1}{{% end
         "{% for a in [9] recursive %}{% if a %}{{ loop([a - 1] * 1000) }}{% endif %}{% endfor %}",
         "{% for a in range(100000) %}{{ messages | sort(attribute='role') }}{% endfor %}",
         "{% for a in range(100000) %}{% set x = (range(100000) | list)[1:] %}{% endfor %}",
+        "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}"
+        "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+        "{% set x = 'a' * 500000 %}{% set y = 'a' * 500000 %}"
+        "{% for a in range(100000) %}{% if x == y %}{% endif %}{% endfor %}",
+        "{{ ('a' * 900000) | wordwrap(1) }}",
     ],
 )
 def test_what_never_ends_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
