@@ -38,6 +38,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu.results import commit  # noqa: E402
+
 TINY = "qwen3/NVFP4-modelopt"
 MIXED = "llama-mixed/MIXED-modelopt"
 
@@ -151,12 +155,6 @@ def device_description() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
         return f"unknown: {error}"
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.results import Results  # noqa: E402
+from benchmarks.gpu.results import Results, commit  # noqa: E402
 from benchmarks.gpu.synthetic import LARGE, SMALL, make_checkpoint  # noqa: E402
 from engine.errors import EngineDeadError  # noqa: E402
 from engine.failure_record import read_failure  # noqa: E402
@@ -287,12 +286,6 @@ def until_fatal(lines: list[str]) -> list[str]:
     """The last lines before the failure, and what is said of it; not the frees of the clearing up."""
     last = max((i for i, line in enumerate(lines) if line.startswith("engine-fatal")), default=len(lines) - 1)
     return lines[max(0, last - 30) : last + 4]
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

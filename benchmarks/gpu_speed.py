@@ -38,6 +38,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu.results import commit  # noqa: E402
 from benchmarks.gpu.synthetic import EIGHT_B, LARGE, SMALL, make_checkpoint  # noqa: E402
 from engine.llm import LLM  # noqa: E402
 from engine.memory.record import EventKind  # noqa: E402
@@ -261,12 +262,6 @@ class StepClock:
         from cuda.core import EventOptions
 
         return self._device.stream.record(options=EventOptions(timing_enabled=True))
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:

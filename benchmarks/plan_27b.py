@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -25,12 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.synthetic import LARGE, SIZES, tensors  # noqa: E402
+from benchmarks.gpu.synthetic import LARGE, describe, tensors  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "plan_27b.json"
 MOST_SECONDS = 2.0
@@ -52,37 +49,13 @@ def write_sparse_checkpoint(directory: Path, shape: dict[str, int] | None = None
     """
     shape = LARGE if shape is None else shape
     directory.mkdir(parents=True, exist_ok=True)
-    header: dict[str, dict[str, object]] = {}
-    layers, end = {}, 0
-    for name, dtype, dimensions in tensors(shape):
-        nbytes = int(np.prod(dimensions, dtype=np.int64)) * SIZES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(dimensions), "data_offsets": [end, end + nbytes]}
-        end += nbytes
-        if name.endswith("_proj.weight"):
-            is_nvfp4 = ".mlp." in name
-            layers[name.removesuffix(".weight")] = (
-                {"quant_algo": "NVFP4", "group_size": 16} if is_nvfp4 else {"quant_algo": "FP8"}
-            )
-    config = shape | {
-        "architectures": ["LlamaForCausalLM"],
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": False,
-        "quantization_config": {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": layers,
-            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-        },
-    }
+    config, header, end = describe(shape, list(tensors(shape)))
     (directory / "config.json").write_text(json.dumps(config))
-    text = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header)
         # The embedding table comes first. Its beginning tells it from the output table, which is all zeros.
         file.write(b"\x3c" * 4096)
-        file.truncate(8 + len(text) + end)
+        file.truncate(len(header) + end)
     return end
 
 

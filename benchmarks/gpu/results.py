@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Results:
@@ -35,3 +38,10 @@ class Results:
         beside = self.path.with_suffix(".partial")
         beside.write_text(json.dumps(self.found, indent=1, default=str) + "\n")
         os.replace(beside, self.path)
+
+
+def commit() -> str:
+    """The checkout's commit, "unknown" where there is no repository."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"

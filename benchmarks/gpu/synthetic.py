@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,21 +105,17 @@ class Values:
             nbytes -= len(piece)
 
 
-def make_checkpoint(
-    directory: Path, shape: dict[str, int], tokenizer: Path, *, nvfp4_attention: bool = False
-) -> int:
-    """Write the checkpoint; returns its bytes. Its attention is FP8 if not `nvfp4_attention`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / file).write_bytes((tokenizer / file).read_bytes())
-    stored = list(tensors(shape, nvfp4_attention=nvfp4_attention))
-    header, end = {}, 0
+def nbytes_of(dtype: str, dimensions: Sequence[int]) -> int:
+    return int(np.prod(dimensions, dtype=np.int64)) * SIZES[dtype]
+
+
+def describe(shape: dict[str, int], stored: Sequence[Stored]) -> tuple[dict[str, Any], bytes, int]:
+    """A checkpoint's config.json, what its safetensors file begins with, and the bytes of its tensors."""
+    header: dict[str, dict[str, Any]] = {}
+    layers, end = {}, 0
     for name, dtype, dimensions in stored:
-        nbytes = int(np.prod(dimensions, dtype=np.int64)) * SIZES[dtype]
-        header[name] = {"dtype": dtype, "shape": dimensions, "data_offsets": [end, end + nbytes]}
-        end += nbytes
-    layers = {}
-    for name, dtype, _ in stored:
+        begin, end = end, end + nbytes_of(dtype, dimensions)
+        header[name] = {"dtype": dtype, "shape": dimensions, "data_offsets": [begin, end]}
         if name.endswith("_proj.weight"):
             is_nvfp4 = dtype == "U8"
             layers[name.removesuffix(".weight")] = (
@@ -142,13 +139,24 @@ def make_checkpoint(
             "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
         },
     }
+    text = json.dumps(header).encode()
+    return config, struct.pack("<Q", len(text)) + text, end
+
+
+def make_checkpoint(
+    directory: Path, shape: dict[str, int], tokenizer: Path, *, nvfp4_attention: bool = False
+) -> int:
+    """Write the checkpoint; returns its bytes. Its attention is FP8 if not `nvfp4_attention`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / file).write_bytes((tokenizer / file).read_bytes())
+    stored = list(tensors(shape, nvfp4_attention=nvfp4_attention))
+    config, header, end = describe(shape, stored)
     (directory / "config.json").write_text(json.dumps(config))
     values = Values(0, min(256 << 20, 1 << max(20, (end // 8).bit_length())))
-    text = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header)
         for name, dtype, dimensions in stored:
-            begin, finish = header[name]["data_offsets"]  # type: ignore[misc]
             if dtype == "F32":
                 scale = {"k_scale": 0.02, "v_scale": 0.02, "weight_scale_2": 0.005}.get(
                     name.rsplit(".", 1)[1], 0.02
@@ -160,6 +168,6 @@ def make_checkpoint(
                 kind = {"U8": "codes", "BF16": "table"}.get(
                     dtype, "scales" if name.endswith("_scale") else "fp8"
                 )
-                for piece in values.pieces(kind, finish - begin):
+                for piece in values.pieces(kind, nbytes_of(dtype, dimensions)):
                     file.write(piece)
     return end
