@@ -23,6 +23,7 @@ from app.trace.exporters import EXPORTERS
 from app.trace_filter import KINDS, TraceFilter, event_json
 from app.trace_stream import Piece, Position, TracePath, TraceStream, read_recent
 from engine.memory.errors import ConfigurationError, TraceFileError
+from engine.memory.ledger import Ledger
 from engine.memory.lines import format_line
 from engine.memory.reader import FlightRecorderReader
 from engine.memory.record import EventKind, EventState, TraceEvent
@@ -94,12 +95,17 @@ def debug_router(source: DebugSource) -> APIRouter:
         body = b"".join(_WRITERS[media_type](event, piece) for event in found)
         return Response(body, media_type=media_type, headers=_NO_STORE)
 
-    @router.get("/ledger")
-    async def ledger() -> Response:
-        """Where the device's bytes are: by tag, and what no tag has. It adds up to the device."""
+    @router.get("/ledger", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def ledger(accept: Annotated[str, Header()] = "") -> Response:
+        """Where the device's bytes are: by tag, and what no tag has. It adds up to the device.
+
+        A table for a person where ``Accept`` has ``text/plain``, else JSON.
+        """
         known = source.ledger()
         if known is None:
             raise ApiError(404, "there is no ledger yet: the engine is loading", code="not_yet")
+        if "text/plain" in accept:
+            return Response(f"{Ledger.from_dict(known).render()}\n", media_type=TEXT, headers=_NO_STORE)
         return JsonResponse(known, headers=_NO_STORE)
 
     @router.get("/stats")

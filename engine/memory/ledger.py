@@ -10,7 +10,7 @@ All are signed. The residual is what the other entries leave over. It is shown, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from engine.memory.base import Overheads
@@ -69,6 +69,11 @@ class Ledger:
             device=device,
             free_is_read=free_is_read,
         )
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> Self:
+        """The ledger that `to_dict` was told of."""
+        return cls(**{field.name: entries[field.name] for field in fields(cls)})
 
     @property
     def tagged(self) -> int:

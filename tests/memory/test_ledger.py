@@ -38,6 +38,7 @@ def test_it_closes_to_the_total(ledger: Ledger) -> None:
 def test_it_survives_json(ledger: Ledger) -> None:
     facts = json.loads(json.dumps(ledger.to_dict()))
     assert facts == asdict(ledger) | {"residual": ledger.residual, "segments": ledger.segments}
+    assert Ledger.from_dict(facts) == ledger
 
 
 @given(ledgers)

@@ -27,6 +27,7 @@ from app.trace_stream import TraceStream, read_recent
 from engine.config import EngineConfig
 from engine.failure import FailureReporter
 from engine.memory.errors import AllocationRequest, OutOfMemoryError, Why
+from engine.memory.ledger import Ledger
 from engine.memory.lines import parse_line
 from engine.memory.reader import FlightRecorderReader
 
@@ -423,9 +424,13 @@ async def test_failures_ledger_and_counts(http: httpx.AsyncClient, source: Sourc
     assert record["allocation"]["size"] == 5
     for missing in ("nothing", "..%2F..%2Fetc%2Fpasswd", ids[0] + "x"):
         assert (await http.get(f"/debug/alloc/failures/{missing}")).status_code == 404
-    source.known_ledger = {"total": 5}
+    known = Ledger(total=5 << 20, free=1 << 20, tags={"kv/k": 3 << 20}, rounding=1 << 20, moment="serving")
+    source.known_ledger = known.to_dict()
     source.known_statistics = {"total": {"allocations": 1}}
-    assert (await http.get("/debug/alloc/ledger")).json() == {"total": 5}
+    assert (await http.get("/debug/alloc/ledger")).json() == known.to_dict()
+    table = await http.get("/debug/alloc/ledger", headers={"Accept": "text/plain"})
+    assert table.headers["content-type"].startswith("text/plain")
+    assert table.text == known.render() + "\n"
     assert (await http.get("/debug/alloc/stats")).json() == {"total": {"allocations": 1}}
 
 
