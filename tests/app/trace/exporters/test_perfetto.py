@@ -1,17 +1,17 @@
-"""The trace is one to Perfetto's schema and, where it can be had, to its trace processor."""
+"""The trace is one to Perfetto's schema and to its trace processor."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from app.trace.exporters import EXPORTERS
 from engine.memory.record import EventKind, EventState, TraceEvent, TraceHeader
+from tests.app.trace.exporters.trace_processor import WebAssemblyTraceProcessor, trace_processor
 from tests.app.trace.making import MIB, events_of, traces
 
 pytest.importorskip("perfetto", reason="perfetto is not installed")
@@ -135,46 +135,81 @@ def test_damaged_order_does_not_end_what_did_not_begin() -> None:
     assert [name for name, _, _ in replay.open.values()] == ["io"]
 
 
-@pytest.fixture
-def trace_processor_shell() -> str:
-    """Perfetto's binary, from where its Python package keeps it. It is not downloaded."""
-    named = os.environ.get("PERFETTO_TRACE_PROCESSOR")
-    kept = Path("~/.local/share/perfetto/prebuilts").expanduser().glob("trace_processor_shell*")
-    for path in [named, *map(str, kept)]:
-        if path and os.access(path, os.X_OK):
-            return path
-    pytest.skip(
-        "Perfetto's trace_processor_shell is not here: name it in PERFETTO_TRACE_PROCESSOR "
-        "(the perfetto package downloads it on first use)"
+@pytest.fixture(scope="module")
+def processor() -> Iterator[WebAssemblyTraceProcessor]:
+    with trace_processor() as opened:
+        yield opened
+
+
+def load(processor: WebAssemblyTraceProcessor, events: list[TraceEvent]) -> None:
+    processor.load(b"".join(EXPORTERS["perfetto"].encode(events, HEADER)))
+    errors = processor.query(
+        "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
     )
+    assert errors == []
 
 
-def test_trace_processor_opens_it(
-    trace_processor_shell: str, loaded: SimpleNamespace, tmp_path: Path
+def counted(processor: WebAssemblyTraceProcessor, name: str) -> list[int]:
+    rows = processor.query(
+        "select c.value as value from counter c join counter_track t on c.track_id = t.id "
+        f"where t.name = '{name}' order by c.id"
+    )
+    return [int(row["value"]) for row in rows]
+
+
+def test_the_processor_refuses_what_is_no_trace(processor: WebAssemblyTraceProcessor) -> None:
+    with pytest.raises(AssertionError, match="Unknown trace type"):
+        processor.load(b"no trace at all" * 100)
+    load(processor, [])
+    assert processor.query("select count(*) as n from slice") == [{"n": 0}]
+    with pytest.raises(AssertionError, match="no such column"):
+        processor.query("select nonsense from slice")
+
+
+def test_trace_processor_opens_it(processor: WebAssemblyTraceProcessor, loaded: SimpleNamespace) -> None:
+    load(processor, events_of(loaded.path))
+    slices = processor.query("select name, dur from slice where dur != 0 order by ts")
+    assert [row["name"] for row in slices] == [
+        "kv",
+        "weights/model.layers.0.mlp",
+        "repack/model.layers.0.mlp",
+        "weights/model.layers.1.mlp",
+        "repack/model.layers.1.mlp",
+    ]
+    assert max(counted(processor, "live")) == loaded.peak
+    failures = processor.query(
+        "select s.name, a.int_value as size from slice s join args a using (arg_set_id) "
+        "where s.name like 'failed%' and a.key = 'debug.size'"
+    )
+    assert failures == [{"name": "failed workspace", "size": 64 * MIB}]
+    assert processor.query("select pid, name from process where pid = 4321") == [
+        {"pid": 4321, "name": "vtserve memory, cuda"}
+    ]
+
+
+@settings(max_examples=40)
+@given(traces())
+def test_trace_processor_reads_any_trace(
+    processor: WebAssemblyTraceProcessor, events: list[TraceEvent]
 ) -> None:
-    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
-
-    path = tmp_path / "trace.pftrace"
-    path.write_bytes(b"".join(EXPORTERS["perfetto"].encode(events_of(loaded.path), HEADER)))
-    config = TraceProcessorConfig(bin_path=trace_processor_shell)
-    with TraceProcessor(trace=str(path), config=config) as processor:
-
-        def query(text: str) -> list[dict[str, Any]]:
-            return [dict(row.__dict__) for row in processor.query(text)]
-
-        errors = query("select name, value from stats where severity = 'error' and value > 0")
-        assert errors == []
-        slices = query("select name, dur from slice where dur != 0 order by ts")
-        assert [row["name"] for row in slices] == [
-            "kv",
-            "weights/model.layers.0.mlp",
-            "repack/model.layers.0.mlp",
-            "weights/model.layers.1.mlp",
-            "repack/model.layers.1.mlp",
-        ]
-        peak = query(
-            "select max(c.value) as peak from counter c join counter_track t on c.track_id = t.id "
-            "where t.name = 'live'"
-        )
-        assert peak == [{"peak": float(loaded.peak)}]
-        assert query("select count(*) as n from slice where name = 'failed workspace'") == [{"n": 1}]
+    load(processor, events)
+    done = [event for event in events if event.state is EventState.OK and event.kind <= EventKind.FREE]
+    assert counted(processor, "live") == [event.live for event in done]
+    freed = {event.sequence: event.finished_ns for event in done if event.kind is EventKind.FREE}
+    blocks = [event for event in done if event.kind is EventKind.ALLOC]
+    rows = processor.query(
+        "select s.name, s.ts, s.dur, number.int_value as number, size.int_value as size from slice s "
+        "join args number on number.arg_set_id = s.arg_set_id and number.key = 'debug.number' "
+        "join args size on size.arg_set_id = s.arg_set_id and size.key = 'debug.size' "
+        "where s.dur != 0 order by number"
+    )
+    assert rows == [
+        {
+            "name": block.tag,
+            "ts": block.finished_ns,
+            "dur": freed[block.sequence] - block.finished_ns if block.sequence in freed else -1,
+            "number": block.sequence,
+            "size": block.size,
+        }
+        for block in blocks
+    ]
