@@ -33,10 +33,18 @@ def largest(values: np.ndarray) -> float32:
 
 @kernel()
 def sum_of_squares(values: np.ndarray) -> float32:
-    """Of float32 `values`, lane by lane, then across the lanes."""
-    sums = zero()
+    """Of float32 `values`, lane by lane of four registers in turn, then across registers and lanes."""
+    # An addition waits for the one before it, and the next four values need not.
+    a, b, c, d = zero(), zero(), zero(), zero()
     whole = values.size // LANES * LANES
-    for i in range(0, whole, LANES):
+    turns = values.size // (4 * LANES) * (4 * LANES)
+    for i in range(0, turns, 4 * LANES):
+        one, two = load(values, i), load(values, i + LANES)
+        three, four = load(values, i + 2 * LANES), load(values, i + 3 * LANES)
+        a, b = multiply_add(one, one, a), multiply_add(two, two, b)
+        c, d = multiply_add(three, three, c), multiply_add(four, four, d)
+    sums = add(add(a, b), add(c, d))
+    for i in range(turns, whole, LANES):
         register = load(values, i)
         sums = multiply_add(register, register, sums)
     if whole < values.size:

