@@ -111,7 +111,7 @@ def generate(
     wanted = model.pop("model")
     config = EngineConfig.from_flags(model=wanted or DEMO_MODEL, **model, **engine, **failure)
     # Lines of the trace and a bar that redraws itself would write over each other.
-    with ProgressBar(sys.stderr, quiet=settings.trace) as progress:
+    with ProgressBar(sys.stderr, as_lines=settings.trace) as progress:
         if wanted is None:
             config = msgspec.structs.replace(config, model=str(ensure_demo_model(progress)))
         refuse_what_does_not_fit(config, planning)

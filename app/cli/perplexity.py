@@ -75,7 +75,7 @@ def perplexity(
     from engine.perplexity import measure_perplexity, perplexity_config
 
     wanted = model.pop("model")
-    with ProgressBar(sys.stderr, quiet=settings.trace) as progress:
+    with ProgressBar(sys.stderr, as_lines=settings.trace) as progress:
         directory = wanted or str(ensure_demo_model(progress))
         config = perplexity_config(directory, text, window=window, kv_cache_dtype=kv_cache_dtype, **model)
         llm = LLM(config, trace=settings, output=sys.stderr, progress=progress)

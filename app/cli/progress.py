@@ -1,27 +1,38 @@
-"""A progress bar on stderr, while stderr is a terminal."""
+"""How far a long step is, on stderr: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+LINE_SECONDS = 5.0
+"""after which a step without a bar gets a line, and another one"""
+
 
 class ProgressBar:
     """One bar after another: bytes, rate and what is left. Called with a label, the bytes done and all bytes.
 
-    Nothing is shown, and rich is not imported, where `output` is no terminal or the bar is `quiet`. A full
-    bar disappears: what stays on the screen is the result.
+    A full bar disappears: what stays on the screen is the result. Where `output` is no terminal, or other
+    lines are written there meanwhile (`as_lines`), a label gets a line every `LINE_SECONDS`, and rich is not
+    imported. A container's log so shows that the first start works on something.
     """
 
-    def __init__(self, output: TextIO, *, quiet: bool = False) -> None:
+    def __init__(
+        self, output: TextIO, *, as_lines: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._output = output
-        self._enabled = not quiet and output.isatty()
+        self._as_bar = not as_lines and output.isatty()
+        self._clock = clock
         self._progress: Progress | None = None
         self._label: str | None = None
         self._task: TaskID | None = None
+        self._said_at = clock()
 
     def __enter__(self) -> Self:
         return self
@@ -33,7 +44,8 @@ class ProgressBar:
 
     def __call__(self, label: str, done: int, total: int) -> None:
         """Show that `done` of `total` bytes of `label` are done; another label starts another bar."""
-        if not self._enabled:
+        if not self._as_bar:
+            self._say(label, done, total)
             return
         if label != self._label:
             self.close()
@@ -48,6 +60,16 @@ class ProgressBar:
         if self._progress is not None:
             self._progress.stop()
         self._progress = self._task = self._label = None
+
+    def _say(self, label: str, done: int, total: int) -> None:
+        now = self._clock()
+        if now - self._said_at < LINE_SECONDS:
+            return
+        self._said_at = now
+        mib = 1 << 20
+        with suppress(OSError):  # whoever read it may have gone; what is waited for has not
+            self._output.write(f"{label}: {done / mib:.1f} of {total / mib:.1f} MiB\n")
+            self._output.flush()
 
     def _start(self, label: str, total: int) -> None:
         from rich.console import Console

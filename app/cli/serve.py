@@ -232,7 +232,7 @@ def serve(
     names = server["served_model_name"] or [wanted or DEMO_MODEL]
     # A port that is taken is known before a model is fetched.
     listener = bind(server["host"], server["port"])
-    with listener, ProgressBar(sys.stderr, quiet=settings.trace) as progress:
+    with listener, ProgressBar(sys.stderr, as_lines=settings.trace) as progress:
         path = ensure_demo_model(progress) if wanted is None else None
         # What does not fit need not be fetched.
         refuse_what_does_not_fit(msgspec.structs.replace(config, model=str(path or wanted)), planning)

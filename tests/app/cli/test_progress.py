@@ -1,4 +1,4 @@
-"""The bar is there on a terminal and nowhere else."""
+"""A bar on a terminal; elsewhere lines, and only for what takes long."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from app.cli.progress import ProgressBar
+from app.cli.progress import LINE_SECONDS, ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -34,9 +34,43 @@ def test_a_terminal_sees_each_label_and_ends_clean() -> None:
     assert shown.endswith("\x1b[2K")  # the line is cleared
 
 
-@pytest.mark.parametrize(("output", "quiet"), [(io.StringIO(), False), (Terminal(), True)])
-def test_nothing_is_shown_elsewhere(output: io.StringIO, quiet: bool) -> None:
-    with ProgressBar(output, quiet=quiet) as progress:
-        progress("loading", 0, 10)
-        progress("loading", 10, 10)
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("output", "as_lines"), [(io.StringIO(), False), (Terminal(), True)])
+def test_what_takes_long_says_so_in_lines_elsewhere(output: io.StringIO, as_lines: bool) -> None:
+    clock = Clock()
+    with ProgressBar(output, as_lines=as_lines, clock=clock) as progress:
+        progress("load", 0, 10 << 20)
+        clock.now += LINE_SECONDS / 2
+        progress("load", 5 << 20, 10 << 20)
+        assert output.getvalue() == ""
+        clock.now += LINE_SECONDS / 2
+        progress("load", 6 << 20, 10 << 20)
+        progress("load", 7 << 20, 10 << 20)
+        clock.now += LINE_SECONDS
+        progress("quantize", 1 << 19, 2 << 20)
+    assert output.getvalue() == "load: 6.0 of 10.0 MiB\nquantize: 0.5 of 2.0 MiB\n"
+
+
+@pytest.mark.parametrize(("output", "as_lines"), [(io.StringIO(), False), (Terminal(), True)])
+def test_what_is_done_at_once_says_nothing_elsewhere(output: io.StringIO, as_lines: bool) -> None:
+    with ProgressBar(output, as_lines=as_lines, clock=Clock()) as progress:
+        progress("load", 0, 10)
+        progress("load", 10, 10)
     assert output.getvalue() == ""
+
+
+def test_a_reader_that_left_ends_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    clock = Clock()
+    with ProgressBar(Gone(), clock=clock) as progress:
+        clock.now += LINE_SECONDS
+        progress("load", 1, 2)
