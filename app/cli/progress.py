@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-LINE_SECONDS = 5.0
+LINE_SECONDS = 10.0
 """after which a step without a bar gets a line, and another one"""
 
 
@@ -66,9 +66,8 @@ class ProgressBar:
         if now - self._said_at < LINE_SECONDS:
             return
         self._said_at = now
-        mib = 1 << 20
         with suppress(OSError):  # whoever read it may have gone; what is waited for has not
-            self._output.write(f"{label}: {done / mib:.1f} of {total / mib:.1f} MiB\n")
+            self._output.write(f"{label}: {100 * done // max(total, 1)} %\n")
             self._output.flush()
 
     def _start(self, label: str, total: int) -> None:

@@ -54,7 +54,7 @@ def test_what_takes_long_says_so_in_lines_elsewhere(output: io.StringIO, as_line
         progress("load", 7 << 20, 10 << 20)
         clock.now += LINE_SECONDS
         progress("quantize", 1 << 19, 2 << 20)
-    assert output.getvalue() == "load: 6.0 of 10.0 MiB\nquantize: 0.5 of 2.0 MiB\n"
+    assert output.getvalue() == "load: 60 %\nquantize: 25 %\n"
 
 
 @pytest.mark.parametrize(("output", "as_lines"), [(io.StringIO(), False), (Terminal(), True)])
