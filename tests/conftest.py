@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pwd
+import signal
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +15,10 @@ from tests.checkpoints import CHECKPOINTS
 # How long an example takes says something of the machine, not of the code. The rest is as it was: CI's too.
 settings.register_profile("vtserve", parent=settings(), deadline=None)
 settings.load_profile("vtserve")
+
+# A shell without job control starts what it puts into the background (`make test &`) with SIGINT ignored. The
+# processes that tests start and interrupt would inherit that, and never end.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -92,6 +92,8 @@ def test_a_terminal_is_drawn_until_ctrl_c(house: MemoryHouse, tmp_path: Path) ->
                 buffer = house.resource.allocate(1 << 20)
     process.send_signal(signal.SIGINT)
     while process.poll() is None:
+        if time.monotonic() > end:
+            process.kill()
         if select.select([ours], [], [], 0.1)[0]:
             try:
                 os.read(ours, 1 << 16)
